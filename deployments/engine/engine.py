@@ -1,0 +1,190 @@
+"""The loop body of a replica: schedule, execute, update. Synchronous; threads and time come from
+outside."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from deployments.config import CacheConfig, SchedulerConfig
+from deployments.engine.block_pool import BlockPool
+from deployments.engine.clock import Clock
+from deployments.engine.kv_cache_manager import KVCacheManager
+from deployments.engine.outputs import ModelLimits, ModelOutput, RequestOutput, SchedulerOutput
+from deployments.engine.scheduler import Scheduler
+from deployments.engine.stats import StepLog, StepStats, chunk_records
+from deployments.engine.step_budget import FixedBudget
+from deployments.protocol import EngineStats, ErrorInfo, ErrorKind, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 3
+"""So many steps may raise in a row before the engine gives itself up."""
+NUM_LOGGED_STEPS = 1024
+
+
+class StepExecutor(Protocol):
+    """What an engine needs of an executor: the limits of its model, and the tokens of a step."""
+
+    @property
+    def limits(self) -> ModelLimits: ...
+
+    def execute(self, output: SchedulerOutput) -> ModelOutput:
+        """Compute a step and sample where a row asks for it."""
+        ...
+
+
+class EngineFailed(RuntimeError):
+    """Too many steps failed in a row; the engine cannot go on."""
+
+
+class Engine:
+    """A scheduler and an executor, stepped together.
+
+    Args:
+        scheduler: decides what a step computes.
+        executor: computes it.
+        clock: where time comes from.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: StepExecutor, clock: Clock) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._num_failed_in_a_row = 0
+        self.step_log = StepLog(NUM_LOGGED_STEPS)
+
+    @classmethod
+    def build(
+        cls, scheduler: SchedulerConfig, cache: CacheConfig, executor: StepExecutor, clock: Clock
+    ) -> Engine:
+        """An engine over a loaded model, composed from the configuration."""
+        limits = executor.limits
+        kv = KVCacheManager(
+            BlockPool(limits.num_blocks), limits.block_size, cache.enable_prefix_caching
+        )
+        core = Scheduler(scheduler, limits, kv, FixedBudget(scheduler.token_budget), clock)
+        return cls(core, executor, clock)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether there is anything to step for."""
+        return self._scheduler.has_requests
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRefused: it can never be served, or not now.
+        """
+        self._scheduler.add(request, seed=secrets.randbits(63))
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request and free what it holds, at any moment between two steps or within one."""
+        return self._count(self._scheduler.abort(request_id))
+
+    def fail_all(self, error: ErrorInfo) -> list[RequestOutput]:
+        """End every request with an error."""
+        outputs = [
+            self._scheduler.fail(request_id, error) for request_id in self._scheduler.request_ids
+        ]
+        return self._count_all(output for output in outputs if output is not None)
+
+    def find_hold_s(self) -> float:
+        """For how many seconds to wait for more prompts before the next step; 0 almost always."""
+        until_s = self._scheduler.find_hold_until_s()
+        return 0.0 if until_s is None else max(0.0, until_s - self._clock.now())
+
+    def step(self, drain_commands: Callable[[], None] = lambda: None) -> list[RequestOutput]:
+        """Run one step, and return what it means to each request's reader.
+
+        `drain_commands` is called once the model has run and before its tokens are booked, so that
+        a request aborted meanwhile gets none of them.
+
+        Raises:
+            EngineFailed: the executor raised in MAX_FAILED_STEPS steps in a row.
+        """
+        started_s = self._clock.now()
+        step = self._scheduler.schedule()
+        scheduled_s = self._clock.now()
+        try:
+            result = self._executor.execute(step)
+        except Exception as error:
+            return self._after_failure(step, error)
+        self._num_failed_in_a_row = 0
+        drain_commands()
+        executed_s = self._clock.now()
+        outputs = self._scheduler.update_from_output(step, result)
+        self._log_step(step, started_s, scheduled_s, executed_s)
+        return self._count_all(outputs)
+
+    def _after_failure(self, step: SchedulerOutput, error: Exception) -> list[RequestOutput]:
+        self._num_failed_in_a_row += 1
+        logger.error("a step of %d requests failed", len(step.scheduled), exc_info=error)
+        if self._num_failed_in_a_row >= MAX_FAILED_STEPS:
+            raise EngineFailed(
+                f"{MAX_FAILED_STEPS} steps failed in a row, the last with: {error!r}"
+            ) from error
+        info = ErrorInfo(
+            ErrorKind.ENGINE, "the engine failed while it ran this request; it may be sent again"
+        )
+        return self._count_all(self._scheduler.fail_step(step, info))
+
+    def _log_step(
+        self, step: SchedulerOutput, started_s: float, scheduled_s: float, executed_s: float
+    ) -> None:
+        self.step_log.add(
+            StepStats(
+                index=self.step_log.num_steps,
+                started_s=started_s,
+                schedule_s=scheduled_s - started_s,
+                execute_s=executed_s - scheduled_s,
+                update_s=self._clock.now() - executed_s,
+                num_prefill_tokens=step.num_prefill_tokens,
+                num_decode_tokens=step.num_decode_tokens,
+                num_running=self._scheduler.num_running,
+                num_waiting=self._scheduler.num_waiting,
+                num_free_blocks=self._scheduler.num_free_blocks,
+                num_preempted=len(step.preempted),
+                chunks=chunk_records(step),
+            )
+        )
+
+    def _count(self, output: RequestOutput | None) -> RequestOutput | None:
+        if output is not None and output.finish_reason is not None:
+            self.step_log.num_finished[output.finish_reason.value] += 1
+            self.step_log.num_cached_tokens += output.num_cached_tokens
+        return output
+
+    def _count_all(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+        counted = list(outputs)
+        for output in counted:
+            self._count(output)
+        return counted
+
+    def stats(self) -> EngineStats:
+        """The state at this moment."""
+        log = self.step_log
+        return EngineStats(
+            num_waiting=self._scheduler.num_waiting,
+            num_running=self._scheduler.num_running,
+            num_free_blocks=self._scheduler.num_free_blocks,
+            num_blocks=self._executor.limits.num_blocks - 1,
+            num_steps=log.num_steps,
+            num_prefill_tokens=log.num_prefill_tokens,
+            num_decode_tokens=log.num_decode_tokens,
+            num_cached_tokens=log.num_cached_tokens,
+            num_preemptions=log.num_preemptions,
+            num_forced_chunks=log.num_forced_chunks,
+            num_finished=dict(log.num_finished),
+        )
+
+    def check_integrity(self) -> None:
+        """Compare all records of the core.
+
+        Raises:
+            IntegrityError: they contradict each other.
+        """
+        self._scheduler.check_integrity()

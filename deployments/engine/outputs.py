@@ -1,0 +1,108 @@
+"""The frozen records at the two seams of a step: scheduler -> executor -> scheduler -> readers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from deployments.engine.request import Request
+from deployments.protocol import ErrorInfo, FinishReason, RequestTimings, TokenLogprobs
+
+
+class ChunkReason(str, Enum):
+    """Why a row is in a step; the step log shows it for each."""
+
+    DECODE = "decode"
+    ADMITTED = "admitted"
+    """First chunk of a request that left the queue."""
+    RESUMED = "resumed"
+    """First chunk after a preemption."""
+    CONTINUED = "continued"
+    """A later chunk of a running prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's share of a step: compute `num_scheduled_tokens` tokens from
+    `num_computed_tokens` on.
+
+    `block_table` is a live view, valid until the step is updated: block `i` holds tokens
+    [i * block_size, (i + 1) * block_size).
+    """
+
+    request: Request
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    block_table: Sequence[int]
+    samples_token: bool
+    """Whether this share ends at the last known token, so that the next one is sampled from it."""
+    reason: ChunkReason
+    is_forced: bool
+    """Whether it had been ready for longer than the batch timeout and so went ahead of shorter
+    ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """What one step computes: decodes first, then prefill chunks."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted: tuple[Request, ...]
+    num_prefill_tokens: int
+    num_decode_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole step; at most its budget."""
+        return self.num_prefill_tokens + self.num_decode_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What an executor made of a step, by request id, for those that sampled.
+
+    Each of them is in `token_ids` or in `errors` (its row was unusable; the other rows are sound).
+    """
+
+    token_ids: dict[str, int]
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What a step (or an abort, or a refusal) means to one request's reader."""
+
+    request_id: str
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    timings: RequestTimings | None = None
+    error: ErrorInfo | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a loaded model can hold; fixed for the life of an engine.
+
+    `num_blocks` counts the null block, which nobody is given.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: frozenset[int]
+
+    @property
+    def num_pool_tokens(self) -> int:
+        """Tokens the KV pool holds when one request has all of it."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Prompt and output together of one request, at most."""
+        return min(self.max_model_len, self.num_pool_tokens)

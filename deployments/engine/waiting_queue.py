@@ -1,0 +1,147 @@
+"""The order in which waiting requests may start: class, then forced by age, then shortest first.
+
+Owns the order alone; whether a request fits is the scheduler's business.
+
+    class 0   forced:  oldest ... youngest      ready for batch_timeout or longer
+              others:  fewest tokens ... most   of those the prefix cache does not hold, when it queued
+    class 1   ...
+
+Forced requests go oldest first, so whoever waits long enough is the next of its class: nobody starves behind
+shorter ones (requirement 2.3).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deployments.engine.request import Request
+
+OrderKey = tuple[int, int, float, int]
+"""(class, 0 if forced else 1, moment it became ready if forced else tokens left, arrival)."""
+
+
+def order_key(request: Request, num_tokens_left: int, now: float, timeout_s: float) -> OrderKey:
+    """Sorts waiting requests and running prefills alike: the smaller key goes first."""
+    if is_overdue(request, now, timeout_s):
+        return (request.priority, 0, request.ready_since_s, request.arrival_index)
+    return (request.priority, 1, num_tokens_left, request.arrival_index)
+
+
+def is_overdue(request: Request, now: float, timeout_s: float) -> bool:
+    """Whether its next chunk has been ready for at least the timeout."""
+    return now - request.ready_since_s >= timeout_s
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """A waiting request at its present place in the order."""
+
+    request: Request
+    key: OrderKey
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether its age put it there."""
+        return self.key[1] == 0
+
+
+class _PriorityClass:
+    """The waiting requests of one class, by age and by length at once."""
+
+    def __init__(self) -> None:
+        # Requests join with the present time as ready_since_s, so insertion order is age order.
+        # Not a plain dict: reading its front after many removals there is not constant time.
+        self._by_age: OrderedDict[Request, int] = OrderedDict()
+        self._by_length: list[tuple[int, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._by_age)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._by_age
+
+    def add(self, request: Request, num_tokens_left: int) -> None:
+        self._by_age[request] = num_tokens_left
+        insort(
+            self._by_length, (num_tokens_left, request.arrival_index, request), key=lambda e: e[:2]
+        )
+
+    def remove(self, request: Request) -> None:
+        key = (self._by_age.pop(request), request.arrival_index)
+        del self._by_length[bisect_left(self._by_length, key, key=lambda e: e[:2])]
+
+    def in_order(self, now: float, timeout_s: float) -> Iterator[QueuedRequest]:
+        for request, num_tokens_left in self._by_age.items():
+            if not is_overdue(request, now, timeout_s):
+                break
+            yield QueuedRequest(request, order_key(request, num_tokens_left, now, timeout_s))
+        for num_tokens_left, _, request in self._by_length:
+            if not is_overdue(request, now, timeout_s):
+                yield QueuedRequest(request, order_key(request, num_tokens_left, now, timeout_s))
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._by_age)
+
+    @property
+    def oldest(self) -> Request:
+        return next(iter(self._by_age))
+
+
+class WaitingQueue:
+    """All waiting requests of a replica.
+
+    Args:
+        timeout_s: after so long a request is forced ahead of the shorter ones of its class.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._classes: dict[int, _PriorityClass] = {}
+
+    def __len__(self) -> int:
+        return sum(len(members) for members in self._classes.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._classes.get(request.priority, ())
+
+    def __iter__(self) -> Iterator[Request]:
+        for members in self._classes.values():
+            yield from members
+
+    def add(self, request: Request, num_tokens_left: int) -> None:
+        """Queue a request that became ready just now and has so many tokens to compute."""
+        self._classes.setdefault(request.priority, _PriorityClass()).add(request, num_tokens_left)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request, wherever it stands.
+
+        Raises:
+            KeyError: it is not queued.
+        """
+        members = self._classes[request.priority]
+        members.remove(request)
+        if not members:
+            del self._classes[request.priority]
+
+    def in_order(self, now: float) -> Iterator[QueuedRequest]:
+        """The requests as they should start at `now`, lazily; do not change the queue while reading."""
+        for priority in sorted(self._classes):
+            yield from self._classes[priority].in_order(now, self._timeout_s)
+
+    def find_head(self, now: float) -> Request | None:
+        """The request that should start next; None if nobody waits."""
+        head = next(self.in_order(now), None)
+        return None if head is None else head.request
+
+    def num_tokens(self) -> int:
+        """Known tokens of all waiting requests."""
+        return sum(request.num_tokens for request in self)
+
+    def find_oldest_ready_s(self) -> float | None:
+        """Since when the longest waiting request has been ready; None if nobody waits."""
+        return min(
+            (members.oldest.ready_since_s for members in self._classes.values()), default=None
+        )

@@ -21,20 +21,20 @@ def _check_prompt(request: GenerateRequest, limits: ModelLimits) -> None:
     if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         raise RequestRefused.invalid(
             "prompt",
-            f"prompt holds a token id outside the vocabulary: ids must be at least 0 and less than "
+            "prompt holds a token id outside the vocabulary: ids must be at least 0 and less than "
             f"{limits.vocab_size}",
         )
     if len(prompt) >= limits.max_model_len:
         raise _too_long(
-            f"prompt has {len(prompt)} tokens, but the model's context is {limits.max_model_len}
-            tokens, " f"output included: shorten the prompt to at most {limits.max_model_len - 1}
-            tokens"
+            f"prompt has {len(prompt)} tokens, but the model's context is "
+            f"{limits.max_model_len} tokens, output included: shorten the prompt to at most "
+            f"{limits.max_model_len - 1} tokens"
         )
     if len(prompt) >= limits.num_pool_tokens:
         raise _too_long(
-            f"prompt has {len(prompt)} tokens, but this server's KV cache holds
-            {limits.num_pool_tokens}: " f"shorten the prompt, or have the operator raise
-            cache.num_blocks"
+            f"prompt has {len(prompt)} tokens, but this server's KV cache holds "
+            f"{limits.num_pool_tokens}: shorten the prompt, or have the operator raise "
+            "cache.num_blocks"
         )
 
 
@@ -63,8 +63,8 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
     if params.max_tokens > limits.max_model_len:
         raise RequestRefused.invalid(
             "max_tokens",
-            f"max_tokens is {params.max_tokens}, but the model's context is {limits.max_model_len}
-            tokens",
+            f"max_tokens is {params.max_tokens}, but the model's context is "
+            f"{limits.max_model_len} tokens",
         )
     if request.priority < 0:
         raise RequestRefused.invalid("priority", "priority must be 0 (most urgent) or greater")

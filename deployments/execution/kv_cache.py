@@ -1,0 +1,177 @@
+"""The paged KV tensors of one replica and how many blocks of them fit.
+
+Owns memory and its layout; which request holds which block is `KVCacheManager`'s business.
+
+    layer.keys    [num_blocks, block_size, num_kv_heads, key_dim]
+    layer.values  [num_blocks, block_size, num_kv_heads, value_dim]
+
+                    block 0 (null)    block 1           block 2
+    flat slots     | 0  1  2  3 |    4  5  6  7    |    8  9 10 11 |    slot = block * block_size + offset
+
+Block 0 belongs to nobody: padding reads it, so it must hold finite numbers; a fresh cache is all zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deployments.config import CacheConfig, SchedulerConfig
+
+CPU_DEFAULT_MAX_GB = 4.0
+"""Of the KV cache on a CPU, unless cache.max_gb says otherwise."""
+_GB = 1024**3
+
+
+class OutOfMemory(RuntimeError):
+    """Not even a small KV cache fits; the message says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What one attention layer asks of a backend and stores per token."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    """Keys a query sees, itself included; None: all before it."""
+    softcap: float | None
+    has_sinks: bool
+
+    @property
+    def num_elements_per_token(self) -> int:
+        """Keys and values of one token."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer."""
+
+    keys: Tensor
+    """[num_blocks, block_size, num_kv_heads, key_dim]"""
+    values: Tensor
+    """[num_blocks, block_size, num_kv_heads, value_dim]"""
+
+    @property
+    def flat_keys(self) -> Tensor:
+        """[num_slots, num_kv_heads, key_dim], a view."""
+        return self.keys.flatten(0, 1)
+
+    @property
+    def flat_values(self) -> Tensor:
+        """[num_slots, num_kv_heads, value_dim], a view."""
+        return self.values.flatten(0, 1)
+
+    def write(self, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+        """Store the keys and values [num_tokens, num_kv_heads, dim] of tokens at their slots [num_tokens]."""
+        self.flat_keys.index_copy_(0, slot_mapping, keys)
+        self.flat_values.index_copy_(0, slot_mapping, values)
+
+
+class PagedKVCache:
+    """Keys and values of all layers.
+
+    Args:
+        specs: one for each layer, in the model's order.
+        num_blocks: the null block included.
+        block_size: tokens per block.
+        dtype: of keys and values.
+        device: where they lie.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.layers = tuple(
+            LayerCache(
+                *(
+                    torch.zeros(
+                        num_blocks, block_size, spec.num_kv_heads, dim, dtype=dtype, device=device
+                    )
+                    for dim in (spec.key_dim, spec.value_dim)
+                )
+            )
+            for spec in specs
+        )
+
+
+def num_block_bytes(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+    """Memory of one block over all layers, in bytes."""
+    return sum(spec.num_elements_per_token for spec in specs) * block_size * dtype.itemsize
+
+
+def _read_int(path: Path) -> int | None:
+    """A number from a kernel file; None where the file is missing or says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def num_free_cpu_bytes(root: Path = Path("/")) -> int:
+    """Memory that this process may still take: what the machine has, or its cgroup leaves if that is less."""
+    meminfo = (root / "proc/meminfo").read_text()
+    available = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
+    limit = _read_int(root / "sys/fs/cgroup/memory.max")
+    used = _read_int(root / "sys/fs/cgroup/memory.current")
+    if limit is not None and used is not None:
+        available = min(available, limit - used)
+    return max(0, available)
+
+
+def num_free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return num_free_cpu_bytes()
+
+
+def num_blocks_that_fit(
+    num_free: int,
+    block_bytes: int,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    *,
+    max_model_len: int,
+    default_max_gb: float | None,
+) -> int:
+    """Blocks for a pool, the null block included: free memory less the reserve, within what can be used.
+
+    Args:
+        num_free: free bytes on the device, the model loaded.
+        block_bytes: of one block over all layers.
+        default_max_gb: upper bound where the configuration names none.
+
+    Raises:
+        OutOfMemory: fewer than two blocks fit.
+    """
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    room = num_free - scheduler.gpu_mem_reserve_gb * _GB
+    max_gb = cache.max_gb if cache.max_gb is not None else default_max_gb
+    if max_gb is not None:
+        room = min(room, max_gb * _GB)
+    fits = int(room // block_bytes)
+    if fits < 2:
+        raise OutOfMemory(
+            f"{num_free / _GB:.1f} GB are free and gpu_mem_reserve_gb holds back "
+            f"{scheduler.gpu_mem_reserve_gb:g}: nothing is left for a KV cache of "
+            f"{block_bytes} bytes a block. Lower gpu_mem_reserve_gb, raise cache.max_gb, free "
+            "memory, or set cache.num_blocks"
+        )
+    most_usable = 1 + scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
+    return min(fits, most_usable)

@@ -1,0 +1,211 @@
+"""Decides whether a model can be served exactly, before anyone is: by its config, by a probe, by comparison.
+
+Attention through pages is right only for models that attend through transformers' attention interface and keep
+everything a token needs in keys and values. Others may run and be silently wrong, so they are refused by name:
+
+    refuse_unsupported   from the config alone, before weights are read: recurrent layers, mask-only attention
+    probe_layers         one forward that records each layer's call: shapes, window, softcap, sinks
+    check_against_eager  logits of packed, chunked sequences against the model's own attention, beyond any window
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from deployments.engine.outputs import ChunkReason, ScheduledRequest
+from deployments.engine.request import Request
+from deployments.execution.attention.backend import AttentionBackend, AttentionCall
+from deployments.execution.attention.ragged import RaggedAttention
+from deployments.execution.kv_cache import LayerSpec, PagedKVCache
+from deployments.execution.packed_forward import PackedForward
+from deployments.protocol import SamplingParams
+
+KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+MAX_CHECKED_TOKENS = 4200
+"""The self-check reaches beyond windows up to this size; a larger window hides nothing in it."""
+_WHAT_TO_DO = "choose a decoder-only model with full or sliding-window attention"
+
+
+class UnsupportedModel(RuntimeError):
+    """This model cannot be served exactly; the message names the model type and what to do."""
+
+
+def _refuse(config: PretrainedConfig, why: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"model type {config.model_type!r} is not supported: {why}; {_WHAT_TO_DO}"
+    )
+
+
+def refuse_unsupported(config: PretrainedConfig) -> None:
+    """Judge a model by its config alone.
+
+    Raises:
+        UnsupportedModel: its layers need more than keys and values, or attend in a way that only a mask tells.
+    """
+    mapping: Any = AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise _refuse(config, "transformers knows no causal language model of this type")
+    model_class = mapping[type(config)]
+    if model_class._is_stateful:
+        raise _refuse(
+            config, "it has recurrent or linear-attention layers, whose state has no pages"
+        )
+    if not (model_class._supports_attention_backend or model_class._can_set_attn_implementation()):
+        raise _refuse(config, "it does not attend through transformers' attention interface")
+    text = config.get_text_config()
+    other = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
+    if other:
+        raise _refuse(config, f"it has layers of type {', '.join(sorted(other))}")
+    if getattr(text, "attention_chunk_size", None):
+        raise _refuse(config, "its chunked attention exists only as a mask")
+    if getattr(text, "alibi", False):
+        raise _refuse(config, "its ALiBi position bias exists only as a mask")
+
+
+def probe_layers(model: PreTrainedModel, attention: RaggedAttention) -> tuple[LayerSpec, ...]:
+    """What each layer asks of attention, seen in one forward of two short packed sequences.
+
+    Raises:
+        UnsupportedModel: not every layer called our attention exactly once, in order.
+    """
+    config = model.config
+    seen: list[tuple[int, LayerSpec]] = []
+
+    def record(layer_index: int, call: AttentionCall) -> Tensor:
+        seen.append((layer_index, _spec_of(call)))
+        return call.query.new_zeros(*call.query.shape[:2], call.value.shape[-1])
+
+    ids = torch.tensor([[1, 2, 3, 1, 2]], device=model.device)
+    positions = torch.tensor([[0, 1, 2, 0, 1]], device=model.device)
+    with torch.inference_mode(), attention.handled_by(record):
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    num_layers = config.get_text_config().num_hidden_layers
+    if [index for index, _ in seen] != list(range(num_layers)):
+        raise _refuse(
+            config,
+            f"{len(seen)} attention calls were seen where its {num_layers} layers make one each",
+        )
+    return tuple(spec for _, spec in seen)
+
+
+def _spec_of(call: AttentionCall) -> LayerSpec:
+    return LayerSpec(
+        num_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[1],
+        key_dim=call.key.shape[2],
+        value_dim=call.value.shape[2],
+        window=call.window,
+        softcap=call.softcap,
+        has_sinks=call.sinks is not None,
+    )
+
+
+def check_against_eager(
+    model: PreTrainedModel,
+    attention: RaggedAttention,
+    backend: AttentionBackend[Any],
+    specs: Sequence[LayerSpec],
+    *,
+    block_size: int,
+    max_model_len: int,
+) -> None:
+    """Compare logits of two random sequences, packed and in chunks, with the model's own attention.
+
+    Logits, not tokens: a wrong model may still choose the same token by luck.
+
+    Raises:
+        UnsupportedModel: they differ by more than rounding.
+    """
+    windows = [spec.window for spec in specs if spec.window is not None]
+    longest = min(
+        max([24, *(window + 8 for window in windows)]), MAX_CHECKED_TOKENS, max_model_len - 1
+    )
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        torch.randint(1, vocab_size, (length,), generator=generator).tolist()
+        for length in (longest, max(2, longest // 2))
+    ]
+    with attention.own_attention("eager"), torch.inference_mode():
+        expected = [
+            model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
+            for ids in prompts
+        ]
+    packed = _packed_logits(model, attention, backend, specs, prompts, block_size)
+    spread = max(float(logits.float().std()) for logits in expected)
+    worst = max(
+        float((got.float() - want.float()).abs().mean())
+        for got, want in zip(packed, expected, strict=True)
+    )
+    # Rounding moves logits by a few of the dtype's last places; a wrong mask moves them by their own size.
+    tolerance = 64 * torch.finfo(model.dtype).eps ** 0.75 * max(spread, 1e-6)
+    if not worst <= tolerance:
+        raise _refuse(
+            model.config,
+            f"its packed logits differ from its own by {worst:.3g} on average, where rounding allows "
+            f"{tolerance:.3g}",
+        )
+
+
+def _packed_logits(
+    model: PreTrainedModel,
+    attention: RaggedAttention,
+    backend: AttentionBackend[Any],
+    specs: Sequence[LayerSpec],
+    prompts: Sequence[list[int]],
+    block_size: int,
+) -> list[Tensor]:
+    """[vocab_size] last logits of each prompt: its first third, then all but one token, then the last as a decode."""
+    blocks = [-(-len(ids) // block_size) for ids in prompts]
+    cache = PagedKVCache(specs, 1 + sum(blocks), block_size, model.dtype, model.device)
+    forward = PackedForward(model, attention, backend, specs, cache)
+    # Tables run backwards, so that reading pages in the pool's order would be noticed.
+    free = iter(range(sum(blocks), 0, -1))
+    tables = [[next(free) for _ in range(count)] for count in blocks]
+    requests = [_check_request(index, ids) for index, ids in enumerate(prompts)]
+    logits: list[Tensor] = []
+    with torch.inference_mode():
+        for start, end in ((0, 3), (3, -1), (-1, None)):
+            rows = []
+            for request, table in zip(requests, tables, strict=True):
+                bounds = _bounds(request.num_tokens, start, end)
+                rows.append(_check_row(request, table, *bounds))
+            logits = list(forward.run(rows).logits)
+    return logits
+
+
+def _bounds(num_tokens: int, start: int, end: int | None) -> tuple[int, int]:
+    """Piece boundaries: 3 stands for a third, -1 for all but the last token, None for the end."""
+    third = max(1, (num_tokens - 1) // 3)
+    places = {0: 0, 3: min(third, num_tokens - 2), -1: num_tokens - 1, None: num_tokens}
+    return places[start], places[end]
+
+
+def _check_request(index: int, token_ids: list[int]) -> Request:
+    return Request(
+        request_id=f"self-check-{index}",
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling_params=SamplingParams(),
+        seed=0,
+        max_num_tokens=len(token_ids) + 1,
+        arrival_s=0.0,
+        arrival_index=index,
+    )
+
+
+def _check_row(request: Request, table: list[int], start: int, end: int) -> ScheduledRequest:
+    return ScheduledRequest(
+        request=request,
+        num_computed_tokens=start,
+        num_scheduled_tokens=end - start,
+        block_table=table,
+        samples_token=end == request.num_tokens,
+        reason=ChunkReason.CONTINUED,
+        is_forced=False,
+    )

@@ -1,0 +1,137 @@
+"""A loaded model that computes steps: the executor of real replicas. Composes the parts of this package."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import torch
+
+from deployments.config import ExecutionConfig, ServiceConfig
+from deployments.engine.outputs import ModelLimits, ModelOutput, SchedulerOutput
+from deployments.execution.attention.backend import AttentionBackend
+from deployments.execution.attention.cpu_sdpa import CpuSdpaAttention
+from deployments.execution.attention.ragged import RaggedAttention
+from deployments.execution.attention.reference import ReferenceAttention
+from deployments.execution.kv_cache import (
+    CPU_DEFAULT_MAX_GB,
+    PagedKVCache,
+    num_block_bytes,
+    num_blocks_that_fit,
+    num_free_bytes,
+)
+from deployments.execution.load_gate import check_against_eager, probe_layers
+from deployments.execution.model_loader import LoadedModel, default_num_threads, load_model
+from deployments.execution.packed_forward import PackedForward
+from deployments.execution.prepack import prepack_linears
+from deployments.execution.sampler import Sampler
+from deployments.protocol import ModelCard
+
+logger = logging.getLogger(__name__)
+
+
+def choose_backend(
+    execution: ExecutionConfig, dtype: torch.dtype, device: torch.device
+) -> AttentionBackend[Any]:
+    """The configured attention backend; auto takes cpu_sdpa on a CPU and the reference elsewhere."""
+    name = execution.attention_backend
+    if name == "cpu_sdpa" or (name == "auto" and device.type == "cpu"):
+        return CpuSdpaAttention(dtype)
+    return ReferenceAttention()
+
+
+class ModelExecutor:
+    """Computes the steps of one replica.
+
+    Args:
+        loaded: the model; its attention is replaced until `close`.
+        config: of the whole service.
+
+    Raises:
+        UnsupportedModel: the probe or the self-check fails.
+        OutOfMemory: no KV cache fits beside the model.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: ServiceConfig) -> None:
+        model = loaded.model
+        device, dtype = model.device, model.dtype
+        block_size = config.cache.block_size
+        self._name = config.model.name
+        self._loaded = loaded
+        self._attention = RaggedAttention(model)
+        specs = probe_layers(model, self._attention)
+        backend = choose_backend(config.execution, dtype, device)
+        check_against_eager(
+            model,
+            self._attention,
+            backend,
+            specs,
+            block_size=block_size,
+            max_model_len=loaded.max_model_len,
+        )
+        if device.type == "cpu" and config.execution.prepack_weights:
+            prepack_linears(model)
+        num_blocks = num_blocks_that_fit(
+            num_free_bytes(device),
+            num_block_bytes(specs, block_size, dtype),
+            config.cache,
+            config.scheduler,
+            max_model_len=loaded.max_model_len,
+            default_max_gb=CPU_DEFAULT_MAX_GB if device.type == "cpu" else None,
+        )
+        cache = PagedKVCache(specs, num_blocks, block_size, dtype, device)
+        self._forward = PackedForward(model, self._attention, backend, specs, cache)
+        self._sampler = Sampler(sorted(loaded.eos_token_ids))
+        self._limits = ModelLimits(
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.vocab_size,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            eos_token_ids=loaded.eos_token_ids,
+        )
+
+    @classmethod
+    def load(cls, config: ServiceConfig) -> ModelExecutor:
+        """Load the configured model and make it ready, with the configured number of threads.
+
+        Raises:
+            ModelSourceError, UnsupportedModel, OutOfMemory: each says what to change.
+        """
+        started_s = time.monotonic()
+        torch.set_num_threads(config.execution.num_threads or default_num_threads())
+        executor = cls(load_model(config.model, config.execution), config)
+        logger.info(
+            "%s ready in %.1f s: %d KV blocks of %d tokens, %d threads",
+            config.model.name,
+            time.monotonic() - started_s,
+            executor.limits.num_blocks - 1,
+            executor.limits.block_size,
+            torch.get_num_threads(),
+        )
+        return executor
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._limits
+
+    def model_card(self) -> ModelCard:
+        """What an ingress needs to know."""
+        return ModelCard(
+            name=self._name,
+            max_model_len=self._limits.max_num_tokens,
+            vocab_size=self._limits.vocab_size,
+            block_size=self._limits.block_size,
+            eos_token_ids=tuple(sorted(self._limits.eos_token_ids)),
+            tokenizer_files=self._loaded.tokenizer_files,
+        )
+
+    def execute(self, output: SchedulerOutput) -> ModelOutput:
+        """Compute a step and sample where a row asks for it."""
+        with torch.inference_mode():
+            packed = self._forward.run(output.scheduled)
+            return self._sampler.sample(packed.logits, [row.request for row in packed.sampled])
+
+    def close(self) -> None:
+        """Give the model its own attention back; the executor is of no more use."""
+        self._attention.restore()

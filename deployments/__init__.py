@@ -1,1 +1,3 @@
-"""The engine replicas: what crosses processes, the scheduler core, its execution, and the Serve deployments."""
+"""The engine replicas: what crosses processes, the scheduler core, its execution, and the Serve
+deployments.
+"""

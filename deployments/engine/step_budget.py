@@ -1,4 +1,6 @@
-"""How many tokens a step may hold: a rule passed to the scheduler, so that another rule is another object."""
+"""How many tokens a step may hold: a rule passed to the scheduler, so that another rule is another
+object.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A step while it is being filled: what is in it so far and how much room is left. Keeps the books, decides nothing."""
+"""A step while it is being filled: what is in it so far and how much room is left. Keeps the books,
+decides nothing.
+"""
 
 from __future__ import annotations
 

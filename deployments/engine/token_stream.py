@@ -1,4 +1,6 @@
-"""What waits for the reader of one request: its tokens pile up here until it looks. Belongs to one event loop."""
+"""What waits for the reader of one request: its tokens pile up here until it looks. Belongs to one
+event loop.
+"""
 
 from __future__ import annotations
 

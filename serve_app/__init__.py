@@ -1,0 +1,1 @@
+"""The ingress process: text in, token ids to a pool of engine replicas, text back."""

@@ -1,0 +1,267 @@
+"""The `chunkserve` command: a first look without HTTP, the whole service, checks and benchmarks.
+
+A composition root like `app.py`: it may reach everything, and owns nothing but the arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deployments.config import ConfigError, ServiceConfig, load_service_config
+from deployments.protocol import RequestRefused, SamplingParams
+
+DEFAULT_CONFIG = Path("configs/local.yaml")
+EXAMPLES = """examples:
+  chunkserve generate "Name three colours of the rainbow."
+  chunkserve chunk --chunk-size 64 --overlap-ratio 0.1 --file long.txt
+  chunkserve check configs/local.yaml
+  chunkserve serve configs/local.yaml --port 8000
+  chunkserve bench engine
+"""
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        type=Path,
+        help="a config file; by default the small model of configs/local.yaml",
+    )
+    parser.add_argument(
+        "--model", help="instead of the config's: hub id, local path, or package:NAME/FILE"
+    )
+
+
+def _config_of(arguments: argparse.Namespace) -> ServiceConfig:
+    """The service tree the arguments ask for.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    if arguments.config is not None:
+        config = load_service_config(arguments.config)
+    elif DEFAULT_CONFIG.exists():
+        config = load_service_config(DEFAULT_CONFIG)
+    else:
+        config = ServiceConfig()
+    if arguments.model is None:
+        return config
+    model = config.model.model_copy(update={"source": arguments.model, "served_name": None})
+    return config.model_copy(update={"model": model})
+
+
+def _prompt_of(arguments: argparse.Namespace) -> str:
+    if arguments.file is not None:
+        return str(arguments.file.read_text(encoding="utf-8"))
+    return str(arguments.prompt if arguments.prompt is not None else sys.stdin.read())
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("generate", help="answer one prompt on this console")
+    parser.add_argument("prompt", nargs="?", help="the prompt; by default standard input")
+    parser.add_argument("--file", type=Path, help="read the prompt from a file")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the text, without chat template"
+    )
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int)
+    _add_model_arguments(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    prompt = _prompt_of(arguments)
+    from serve_app.local_engine import LocalEngine
+
+    local = LocalEngine(_config_of(arguments))
+    try:
+        ids = local.tokenizer.encode(prompt) if arguments.raw else local.encode_chat(prompt)
+        return asyncio.run(_print_answer(local.stream(ids, params)))
+    finally:
+        local.close()
+
+
+async def _print_answer(deltas) -> int:  # type: ignore[no-untyped-def]
+    async for delta in deltas:
+        print(delta.text, end="", flush=True)
+        if delta.error is not None:
+            print(f"error: {delta.error.message}", file=sys.stderr)
+            return 1
+    print()
+    return 0
+
+
+# --- chunk ----------------------------------------------------------------------------------------
+
+
+def _add_chunk(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("chunk", help="show how a prompt is cut into chunks")
+    parser.add_argument("prompt", nargs="?", help="the prompt; by default standard input")
+    parser.add_argument("--file", type=Path, help="read the prompt from a file")
+    parser.add_argument("--chunk-size", type=int, help="tokens per window")
+    parser.add_argument("--overlap-ratio", type=float, help="share of a window that repeats")
+    parser.add_argument("--json", action="store_true", help="as POST /chunk answers")
+    _add_model_arguments(parser)
+    parser.set_defaults(run=_chunk)
+
+
+def _chunk(arguments: argparse.Namespace) -> int:
+    config = _config_of(arguments)
+    prompt = _prompt_of(arguments)
+    from deployments.execution.model_source import read_tokenizer_files, resolve_model_dir
+    from serve_app.chunker import Chunker, describe_chunks
+    from serve_app.tokenization import Tokenizer
+
+    tokenizer = Tokenizer.from_files(read_tokenizer_files(resolve_model_dir(config.model)))
+    encoded = tokenizer.encode_with_offsets(prompt)
+    spans = Chunker(config.scheduler).plan(
+        len(encoded.token_ids), arguments.chunk_size, arguments.overlap_ratio
+    )
+    answer = describe_chunks(prompt, encoded, spans)
+    if arguments.json:
+        print(answer.model_dump_json(indent=2))
+        return 0
+    print(f"{answer.num_tokens} tokens, {len(answer.chunks)} chunks")
+    for chunk in answer.chunks:
+        span = f"[{chunk.start}, {chunk.end})"
+        print(
+            f"{chunk.index:4}  {span:>16}  overlap {chunk.num_overlap_tokens:3}  {chunk.text!r:.80}"
+        )
+    return 0
+
+
+# --- serve, check, bench --------------------------------------------------------------------------
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "serve", help="check a config file, then serve it on this machine with Ray's fast settings"
+    )
+    parser.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG)
+    parser.add_argument("--host", help="instead of the file's")
+    parser.add_argument("--port", type=int, help="instead of the file's")
+    parser.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    status = _check(arguments)
+    if status:
+        return status
+    from deployments.execution.model_source import resolve_model_dir
+    from serve_app.launch import LaunchFailed, LocalService, serve_config_for
+
+    # Here rather than in a replica: the one-time conversion shows its progress on this console.
+    resolve_model_dir(load_service_config(arguments.config).model)
+    config = serve_config_for(arguments.config, arguments.host, arguments.port)
+    try:
+        return LocalService(config).run()
+    except LaunchFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "check", help="find misspelled keys and bad values, which Ray Serve would ignore"
+    )
+    parser.add_argument("config", type=Path)
+    parser.set_defaults(run=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from serve_app.serve_config_check import check_serve_config
+
+    faults = check_serve_config(arguments.config)
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults:
+        return 2
+    print(f"{arguments.config}: ok")
+    return 0
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("bench", help="measure this machine")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    engine = kinds.add_parser(
+        "engine", help="the engine beside transformers' generate and continuous batching, no HTTP"
+    )
+    engine.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="bfloat16")
+    engine.add_argument("--threads", type=int, default=2)
+    engine.add_argument("--rounds", type=int, default=3, help="of each measurement, interleaved")
+    engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
+    _add_model_arguments(engine)
+    engine.set_defaults(run=_bench_engine)
+
+
+def _bench_engine(arguments: argparse.Namespace) -> int:
+    from loadtest.bench_engine import BenchSettings, run_bench
+
+    settings = BenchSettings(
+        config=_config_of(arguments),
+        dtype=arguments.dtype,
+        num_threads=arguments.threads,
+        num_rounds=arguments.rounds,
+        num_output_tokens=arguments.tokens,
+    )
+    print(json.dumps(run_bench(settings), indent=2))
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their arguments."""
+    parser = argparse.ArgumentParser(
+        prog="chunkserve",
+        description="LLM inference with chunked prefill: long prompts never stall the chats beside them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for add in (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench):
+        add(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Bad input ends in one line that says what to
+    change.
+    """
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s"
+    )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        return int(arguments.run(arguments))
+    except (ConfigError, RequestRefused, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if (
+            type(error) is RuntimeError
+        ):  # a fault of ours or of a library: its trace is worth something
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Doubles for tests of the ingress: a tokenizer of 256 bytes and a few merges, and a backend that
+follows a script.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+from deployments.protocol import (
+    EngineStats,
+    ErrorInfo,
+    FinishReason,
+    GenerateRequest,
+    ModelCard,
+    TokenChunk,
+    TokenLogprobs,
+)
+from serve_app.errors import BackendUnavailable
+from serve_app.tokenization import Tokenizer
+
+MERGES = [
+    ("Ġ", "t"), ("i", "m"), ("im", "e"), ("Ġt", "ime"),  # " time"
+    ("A", "B"), ("C", "D"), ("CD", "E"),  # a stop string may begin and end within these
+    ("l", "l"), ("h", "e"), ("he", "ll"), ("hell", "o"),
+    ("Ã", "©"),  # é whole, so that some characters are one token and some are several
+]  # fmt: skip
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenizer_files(chat_template: str | None = CHAT_TEMPLATE) -> dict[str, bytes]:
+    """The files of a byte-level BPE tokenizer, as a model card carries them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = alphabet + [left + right for left, right in MERGES]
+    vocab = {word: index for index, word in enumerate(words)}
+    backend = FastTokenizer(models.BPE(vocab=vocab, merges=MERGES))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[1]}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    return {
+        "tokenizer.json": backend.to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
+
+
+def make_tokenizer() -> Tokenizer:
+    """The tokenizer of `make_card`."""
+    return Tokenizer.from_files(tokenizer_files())
+
+
+def byte_ids(tokenizer: Tokenizer, text: str | bytes) -> list[int]:
+    """One token a byte: the hardest way to spell a text."""
+    raw = text.encode() if isinstance(text, str) else text
+    by_bytes = {tokenizer.token_bytes(token_id): token_id for token_id in range(256)}
+    return [by_bytes[bytes([byte])] for byte in raw]
+
+
+def make_card(chat_template: str | None = CHAT_TEMPLATE, max_model_len: int = 64) -> ModelCard:
+    """The card of a model that is all tokenizer."""
+    return ModelCard(
+        name="tiny",
+        max_model_len=max_model_len,
+        # More than the tokenizer knows, as with models whose embedding is padded.
+        vocab_size=320,
+        block_size=4,
+        eos_token_ids=(256 + len(MERGES) + 1,),
+        tokenizer_files=tokenizer_files(chat_template),
+    )
+
+
+STATS = EngineStats(0, 0, 7, 8, 3, 20, 5, 4, 0, 0, {"stop": 1})
+
+
+@dataclass
+class ScriptedBackend:
+    """Answers every request with the same token ids.
+
+    Args:
+        output: token ids, one list a chunk; the last chunk has the end and no tokens.
+        finish_reason: of the end.
+        error: of the end, instead.
+        hangs: waits for ever before the end.
+        raises: instead of the end.
+        card: what it serves.
+    """
+
+    output: Sequence[Sequence[int]] = ()
+    finish_reason: FinishReason = FinishReason.STOP
+    error: ErrorInfo | None = None
+    hangs: bool = False
+    raises: Exception | None = None
+    card: ModelCard = field(default_factory=make_card)
+    num_cached_tokens: int = 0
+    logprob: float = -0.5
+    sickness: str | None = None
+    requests: list[GenerateRequest] = field(default_factory=list)
+    num_closed: int = 0
+    num_cards_asked: int = 0
+    has_hung: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def model_card(self) -> ModelCard:
+        self.num_cards_asked += 1
+        return self.card
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        self.requests.append(request)
+        try:
+            for ids in self.output:
+                yield self._chunk(request, list(ids))
+            if self.hangs:
+                self.has_hung.set()
+                await asyncio.Event().wait()
+            if self.raises is not None:
+                raise self.raises
+            reason = self.finish_reason if self.error is None else FinishReason.ERROR
+            yield TokenChunk(
+                request.request_id,
+                finish_reason=reason,
+                error=self.error,
+                num_cached_tokens=self.num_cached_tokens,
+            )
+        finally:
+            self.num_closed += 1
+
+    def _chunk(self, request: GenerateRequest, ids: list[int]) -> TokenChunk:
+        wanted = request.sampling_params.num_logprobs
+        logprobs = None
+        if wanted is not None:
+            top = tuple((index, -math.inf) for index in range(wanted))
+            logprobs = [TokenLogprobs(token_id, self.logprob, top) for token_id in ids]
+        return TokenChunk(
+            request.request_id, ids, logprobs, num_cached_tokens=self.num_cached_tokens
+        )
+
+    async def stats(self) -> list[EngineStats]:
+        return [STATS]
+
+    async def check_health(self) -> None:
+        if self.sickness is not None:
+            raise BackendUnavailable(self.sickness)

@@ -179,7 +179,7 @@ class LocalService:
             if failed:
                 raise LaunchFailed(failed[0].message)
             if states and all(s.status.name == "RUNNING" for s in states.values()):
-                print(f"ready: {self.url}/v1 (docs: {self.url}/docs)", flush=True)
+                print(f"ready: {self.url}/v1", flush=True)
                 return
             time.sleep(POLL_S)
 

@@ -179,7 +179,10 @@ class TextStream:
         if chunk.logprobs is not None:
             self._pending.append(TokenText(chunk.logprobs[index], self._num_chars))
         self._num_tokens += 1
-        text = self._detokenizer.push(chunk.token_ids[index : index + 1])
+        ends_it = chunk.finish_reason is FinishReason.STOP and index == len(chunk.token_ids) - 1
+        # The token that ends a text is none of it, special or not.
+        shown = [] if ends_it else chunk.token_ids[index : index + 1]
+        text = self._detokenizer.push(shown)
         self._num_chars += len(text)
         return self._matcher.push(text)
 

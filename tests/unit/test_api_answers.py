@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from deployments.config import ServiceConfig
-from deployments.protocol import ErrorInfo, ErrorKind, FinishReason
+from deployments.protocol import (
+    ErrorInfo,
+    ErrorKind,
+    FinishReason,
+    GenerateRequest,
+    TokenChunk,
+)
 from serve_app.ingress import make_api
 
 TOKENIZER = make_tokenizer()
@@ -146,6 +153,21 @@ def test_a_stop_string_ends_the_text_the_count_and_the_request(grouped: bool) ->
     assert finishes_of(events)[-1] == whole["choices"][0]["finish_reason"] == "stop"
     assert whole["usage"]["completion_tokens"] == 2
     assert (whole_backend.num_closed, stream_backend.num_closed) == (1, 1)
+
+
+def test_the_token_that_ends_a_text_is_none_of_it() -> None:
+    """A stop token that is no special token shows up as the last word of the answer."""
+
+    class EndsWithStopToken(ScriptedBackend):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+            ids = TOKENIZER.encode("hello time")
+            yield TokenChunk(request.request_id, ids[:1])
+            yield TokenChunk(request.request_id, ids[1:], finish_reason=FinishReason.STOP)
+
+    answer = post(EndsWithStopToken(), "/v1/completions", prompt="hello")
+    assert len(TOKENIZER.encode("hello time")) == 2
+    assert answer["choices"][0]["text"] == "hello"
+    assert answer["usage"]["completion_tokens"] == 2
 
 
 def test_a_special_token_as_stop_string_becomes_a_stop_token() -> None:

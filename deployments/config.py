@@ -28,7 +28,9 @@ def nearest_name(name: str, known: list[str]) -> str:
 
 
 class Section(BaseModel):
-    """A part of the tree: frozen, and an unknown key is an error that names the nearest known one."""
+    """A part of the tree: frozen, and an unknown key is an error that names the nearest known
+    one.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -73,6 +73,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one request.
@@ -110,10 +114,12 @@ class SamplingParams:
             )
 
         _require(
-            _is_number(self.max_tokens) and self.max_tokens >= 1, "max_tokens", "must be at least 1"
+            _is_integer(self.max_tokens) and self.max_tokens >= 1,
+            "max_tokens",
+            "must be at least 1",
         )
         _require(
-            _is_number(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            _is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
             "min_tokens",
             f"must be between 0 and max_tokens ({self.max_tokens}), got {self.min_tokens!r}",
         )
@@ -121,7 +127,7 @@ class SamplingParams:
         in_range("top_p", 0.0, 1.0)
         _require(self.top_p > 0.0, "top_p", "must be greater than 0; use temperature 0 for greedy")
         _require(
-            _is_number(self.top_k) and self.top_k >= 0,
+            _is_integer(self.top_k) and self.top_k >= 0,
             "top_k",
             "must be 0 (off) or a positive number of tokens",
         )
@@ -130,7 +136,8 @@ class SamplingParams:
         in_range("presence_penalty", -2.0, 2.0)
         in_range("frequency_penalty", -2.0, 2.0)
         for token_id, bias in self.logit_bias:
-            _require(token_id >= 0, "logit_bias", f"has a negative token id {token_id}")
+            is_id = _is_integer(token_id) and token_id >= 0
+            _require(is_id, "logit_bias", f"has {token_id!r} for a token id")
             _require(
                 _is_number(bias) and -100.0 <= bias <= 100.0,
                 "logit_bias",
@@ -181,7 +188,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Durations of one request in seconds, measured by the engine's clock from its arrival there."""
+    """Durations of one request in seconds, measured by the engine's clock from its arrival
+    there.
+    """
 
     queued_s: float
     first_token_s: float | None

@@ -66,6 +66,8 @@ def fast_settings(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+        # No load balancer has to hear of it before a replica goes.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
 
 
@@ -127,8 +129,7 @@ class LocalService:
         """
         http = self._config["http_options"]
         _check_port(http["host"], http["port"])
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        self._watch_signals()
         with tempfile.TemporaryDirectory(prefix="chunkserve-") as folder:
             for name, value in fast_settings(Path(folder)).items():
                 os.environ.setdefault(name, value)
@@ -138,6 +139,8 @@ class LocalService:
         import ray
 
         context = ray.init(namespace="serve", log_to_driver=False, include_dashboard=None)
+        # Once more: Ray has put a handler of its own there, which aborts on SIGTERM.
+        self._watch_signals()
         try:
             self._start_child(folder, context.address_info["gcs_address"])
             self._wait_until_ready()
@@ -147,6 +150,10 @@ class LocalService:
         finally:
             self._end_child()
             ray.shutdown()
+
+    def _watch_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1

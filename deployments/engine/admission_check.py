@@ -18,11 +18,12 @@ def _check_prompt(request: GenerateRequest, limits: ModelLimits) -> None:
     prompt = request.prompt_token_ids
     if not prompt:
         raise RequestRefused.invalid("prompt", "prompt is empty: send at least one token")
-    if min(prompt) < 0 or max(prompt) >= limits.vocab_size:
+    are_integers = set(map(type, prompt)) == {int}
+    if not are_integers or min(prompt) < 0 or max(prompt) >= limits.vocab_size:
         raise RequestRefused.invalid(
             "prompt",
-            "prompt holds a token id outside the vocabulary: ids must be at least 0 and less than "
-            f"{limits.vocab_size}",
+            "prompt holds a token id outside the vocabulary: ids must be integers, at least 0 and "
+            f"less than {limits.vocab_size}",
         )
     if len(prompt) >= limits.max_model_len:
         raise _too_long(

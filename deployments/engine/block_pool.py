@@ -78,8 +78,8 @@ class BlockPool:
         if num_blocks > len(self._free):
             raise OutOfBlocks(f"{num_blocks} blocks asked for, {len(self._free)} free")
         taken = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
+        self.unpublish(taken)
         for block_id in taken:
-            self._forget(block_id)
             self._ref_counts[block_id] = 1
         return taken
 
@@ -116,11 +116,13 @@ class BlockPool:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
 
-    def _forget(self, block_id: int) -> None:
-        block_hash = self._hash_of[block_id]
-        if block_hash is not None:
-            del self._block_of[block_hash]
-            self._hash_of[block_id] = None
+    def unpublish(self, block_ids: Iterable[int]) -> None:
+        """Let nobody find these blocks by their content any more."""
+        for block_id in block_ids:
+            block_hash = self._hash_of[block_id]
+            if block_hash is not None:
+                del self._block_of[block_hash]
+                self._hash_of[block_id] = None
 
     def check_integrity(self) -> None:
         """Compare the records with each other; linear in the pool, for tests and for an idle

@@ -102,6 +102,7 @@ class EngineThread:
         """
         self._commands.put(_Stop())
         if self._thread.ident is None:
+            self._failure = "the engine was never started"
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -123,11 +124,7 @@ class EngineThread:
                 if chunk.finish_reason is not None:
                     return
         finally:
-            # Another stream may have taken the id if this one was refused for using it.
-            if self._streams.get(request.request_id) is stream:
-                del self._streams[request.request_id]
-            if not stream.has_ended:
-                self._commands.put(_Abort(request.request_id))
+            self._close_stream(stream)
 
     def stats(self) -> EngineStats:
         """The engine's state after its last step or command."""
@@ -143,8 +140,13 @@ class EngineThread:
         if self._failure is not None:
             raise EngineDead(self._failure)
         idle_s = self._clock.now() - self._last_progress_s
-        if self._streams and idle_s > self._stuck_after_s:
+        if self._has_work and idle_s > self._stuck_after_s:
             raise EngineDead(f"the engine has work but finished no step for {idle_s:.0f} s")
+
+    @property
+    def _has_work(self) -> bool:
+        # An answer that is complete and not yet read is its reader's work, not the engine's.
+        return any(not stream.has_ended for stream in self._streams.values())
 
     def _open_stream(self, request: GenerateRequest) -> TokenStream:
         stream = TokenStream(request.request_id, self._clock.now())
@@ -154,7 +156,7 @@ class EngineThread:
                 _refusal(request, RequestRefused.invalid("request_id", "request id is in use").info)
             )
             return stream
-        if not self._streams:
+        if not self._has_work:
             self._last_progress_s = self._clock.now()
         self._streams[request.request_id] = stream
         self._commands.put(_Add(request))
@@ -165,6 +167,15 @@ class EngineThread:
             stream.put(_refusal(request, error))
         return stream
 
+    def _close_stream(self, stream: TokenStream) -> None:
+        stream.is_closed = True
+        if not stream.has_ended:
+            # Its id stays in use until the engine has confirmed the end, or another stream of that
+            # id would get what is still on its way to this one.
+            self._commands.put(_Abort(stream.request_id))
+        elif self._streams.get(stream.request_id) is stream:  # not so if refused for its id
+            del self._streams[stream.request_id]
+
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         now = self._clock.now()
         for output in outputs:
@@ -172,7 +183,9 @@ class EngineThread:
             if stream is None or stream.has_ended:
                 continue
             stream.put(output)
-            if stream.is_abandoned(now, self._unread_after_s):
+            if stream.is_closed and stream.has_ended:
+                del self._streams[output.request_id]
+            elif stream.is_abandoned(now, self._unread_after_s):
                 self._commands.put(_Abort(output.request_id))
 
     # --- the engine thread's side
@@ -195,6 +208,7 @@ class EngineThread:
             self._drain_commands()
             hold_s = engine.find_hold_s()
             if hold_s > 0.0:
+                self._publish()
                 self._wait_for_command(hold_s)
             elif engine.has_requests and not self._is_stopping:
                 self._pending_outputs += engine.step(self._drain_commands)

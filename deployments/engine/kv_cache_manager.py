@@ -111,6 +111,10 @@ class KVCacheManager:
         for index in range(first, last):
             self._pool.publish(table[index], request.block_hashes[index])
 
+    def unpublish(self, request: Request) -> None:
+        """Let nobody find its blocks by their content any more; who shares them keeps them."""
+        self._pool.unpublish(self._tables[request.request_id])
+
     def free(self, request: Request) -> None:
         """Let go of all its blocks; what they carry stays findable until they are taken again."""
         self._pool.release(self._tables.pop(request.request_id))

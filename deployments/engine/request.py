@@ -11,6 +11,7 @@ or steps.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -82,7 +83,6 @@ class Request:
     first_token_s: float | None = None
     finished_s: float | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
     error: ErrorInfo | None = None
 
     @classmethod
@@ -173,6 +173,23 @@ class Request:
         self.token_ids.append(token_id)
         if self.first_token_s is None:
             self.first_token_s = now
+
+    def find_finish_reason(self, eos_token_ids: Container[int]) -> FinishReason | None:
+        """Why its last token ends it; None if it goes on."""
+        params = self.sampling_params
+        last = self.token_ids[-1]
+        if self.num_output_tokens > params.min_tokens:
+            is_end = last in eos_token_ids and not params.ignore_eos
+            if is_end or last in params.stop_token_ids:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens >= self.max_num_tokens else None
+
+    @property
+    def stop_token_id(self) -> int | None:
+        """The one of its stop_token_ids that ended it, if one did."""
+        is_stopped = self.finish_reason is FinishReason.STOP
+        last = self.token_ids[-1]
+        return last if is_stopped and last in self.sampling_params.stop_token_ids else None
 
     def timings(self) -> RequestTimings:
         """Durations since arrival; call once it has finished."""

@@ -1,13 +1,17 @@
 """Decides what each step computes, and what its result means to each request.
 
-There is no prefill phase and no decode phase (vLLM V1): a request has `num_computed_tokens`, and each step lets it
-catch up with `num_tokens`. The order within a step is stall-free (Agrawal et al., Sarathi-Serve, OSDI'24):
+There is no prefill phase and no decode phase (vLLM V1): a request has `num_computed_tokens`, and
+each step lets it catch up with `num_tokens`. The order within a step is stall-free (Agrawal et al.,
+Sarathi-Serve, OSDI'24):
 
-  0. A waiting head of a more urgent class than the least urgent running request preempts if it does not fit.
-  1. Decodes, most urgent first, one token each. Where no block is free the least urgent running request is
-     preempted: it loses its blocks and is recomputed later. Most urgent first, so that a victim is never one
+  0. A waiting head of a more urgent class than the least urgent running request preempts if it does
+  not fit. 1. Decodes, most urgent first, one token each. Where no block is free the least urgent
+  running request is
+     preempted: it loses its blocks and is recomputed later. Most urgent first, so that a victim is
+         never one
      already in the step.
-  2. Prefill chunks: running prefills and waiting requests, merged by the queue's order, as far as the budget goes.
+  2. Prefill chunks: running prefills and waiting requests, merged by the queue's order, as far as
+  the budget goes.
 
 Does not know tensors, threads, sockets or where time comes from.
 """
@@ -76,7 +80,7 @@ class Scheduler:
         self._running: list[Request] = []  # most urgent first
         self._num_arrivals = 0
 
-    # --- coming and going -------------------------------------------------------------------------------------
+    # --- coming and going -------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -127,38 +131,36 @@ class Scheduler:
         self._enqueue(request)
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request wherever it stands and free its blocks; None if there is no such request (any more)."""
+        """End a request wherever it stands and free its blocks; None if there is no such request
+        (any more).
+        """
         request = self._requests.get(request_id)
-        if request is None:
-            return None
-        return self._finish(request, FinishReason.ABORT)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
 
     def fail(self, request_id: str, error: ErrorInfo) -> RequestOutput | None:
         """End a request with an error; None if there is no such request (any more)."""
         request = self._requests.get(request_id)
-        if request is None:
-            return None
-        return self._finish(request, FinishReason.ERROR, error)
+        return None if request is None else self._finish(request, FinishReason.ERROR, error)
 
     def find_hold_until_s(self) -> float | None:
         """Until when an idle engine should wait for more prompt tokens; None: start now.
 
-        Only with `min_batch_tokens` set, only while nothing runs, and never beyond the batch timeout.
+        Only with `min_batch_tokens` set, only while nothing runs, and never beyond the batch
+        timeout.
         """
         oldest_s = self._waiting.find_oldest_ready_s()
-        if (
-            oldest_s is None
-            or self._running
-            or self._waiting.num_tokens() >= self._config.min_batch_tokens
-        ):
+        if oldest_s is None or self._running:
+            return None
+        if self._waiting.num_tokens() >= self._config.min_batch_tokens:
             return None
         deadline_s = oldest_s + self._config.batch_timeout_s
         return deadline_s if self._clock.now() < deadline_s else None
 
-    # --- a step -----------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
-        """Fill a step. Every row's blocks are there; nothing is published until `update_from_output`.
+        """Fill a step. Every row's blocks are there; nothing is published until
+        `update_from_output`.
 
         Raises:
             SchedulerStuck: requests are there, but the step would be empty.
@@ -178,8 +180,8 @@ class Scheduler:
     def update_from_output(self, step: SchedulerOutput, result: ModelOutput) -> list[RequestOutput]:
         """Book what a step computed and publish the blocks it filled.
 
-        Returns one output for each request that got a token or ended. A request that ended while the step ran
-        (an abort) gets nothing more.
+        Returns one output for each request that got a token or ended. A request that ended while
+        the step ran (an abort) gets nothing more.
         """
         now = self._clock.now()
         outputs: list[RequestOutput] = []
@@ -189,6 +191,9 @@ class Scheduler:
                 continue
             request.num_computed_tokens += row.num_scheduled_tokens
             request.ready_since_s = now
+            if row.samples_token and request.request_id not in result.token_ids:
+                outputs.append(self._fail_row(request, result))
+                continue
             self._kv.publish(request, row.num_computed_tokens)
             if row.samples_token:
                 outputs.append(self._take_token(request, result, now))
@@ -199,7 +204,7 @@ class Scheduler:
         outputs = (self.fail(row.request.request_id, error) for row in step.scheduled)
         return [output for output in outputs if output is not None]
 
-    # --- 0: an urgent head ------------------------------------------------------------------------------------
+    # --- 0: an urgent head ------------------------------------------------------------------------
 
     def _preempt_for_urgent_head(self, step: StepPlan, now: float) -> None:
         head = self._waiting.find_head(now)
@@ -220,7 +225,7 @@ class Scheduler:
         self._admit(head, hits, now)
         self._waiting.remove(head)
 
-    # --- 1: decodes -------------------------------------------------------------------------------------------
+    # --- 1: decodes -------------------------------------------------------------------------------
 
     def _schedule_decodes(self, step: StepPlan, now: float) -> None:
         kv = self._kv
@@ -236,7 +241,9 @@ class Scheduler:
             step.add_decode(request, kv.block_table(request))
 
     def _free_a_block_for(self, request: Request, step: StepPlan, now: float) -> bool:
-        """Preempt from the least urgent on until a block is free; false if that came to the request itself."""
+        """Preempt from the least urgent on until a block is free; false if that came to the request
+        itself.
+        """
         while self._kv.num_free_blocks == 0:
             victim = self._running[-1]
             self._preempt(victim, step, now)
@@ -244,12 +251,13 @@ class Scheduler:
                 return False
         return True
 
-    # --- 2: prefill chunks ------------------------------------------------------------------------------------
+    # --- 2: prefill chunks ------------------------------------------------------------------------
 
     def _schedule_chunks(self, step: StepPlan, now: float) -> None:
         admitted: list[Request] = []
         passed: list[Request] = []
-        # Ends the queue's side early: of ten thousand waiting, no more are looked at than may start.
+        # Ends the queue's side early: of ten thousand waiting, no more are looked at than may
+        # start.
         waiting = takewhile(lambda _: self._may_admit_past(passed), self._waiting.in_order(now))
         for entry in merge(self._running_prefills(now), waiting, key=lambda entry: entry.key):
             if step.num_tokens_left == 0:
@@ -305,7 +313,7 @@ class Scheduler:
             is_first=request.num_computed_tokens == 0,
         )
 
-    # --- changes of status ------------------------------------------------------------------------------------
+    # --- changes of status ------------------------------------------------------------------------
 
     def _enqueue(self, request: Request) -> None:
         num_cached = len(self._kv.find_cached_prefix(request)) * self._limits.block_size
@@ -330,28 +338,20 @@ class Scheduler:
         self._kv.free(request)
         del self._running[bisect_left(self._running, request.urgency_key, key=_urgency)]
 
-    def _take_token(self, request: Request, result: ModelOutput, now: float) -> RequestOutput:
-        request_id = request.request_id
-        token_id = result.token_ids.get(request_id)
-        if token_id is None:
-            message = result.errors.get(request_id, "the model returned no token for this request")
-            return self._finish(request, FinishReason.ERROR, ErrorInfo(ErrorKind.ENGINE, message))
-        request.append_token(token_id, now)
-        reason = self._find_finish_reason(request, token_id)
-        logprobs = result.logprobs.get(request_id)
-        if reason is None:
-            return RequestOutput(request_id, token_id, logprobs, request.num_cached_tokens)
-        return self._finish(request, reason, token_id=token_id, logprobs=logprobs)
+    def _fail_row(self, request: Request, result: ModelOutput) -> RequestOutput:
+        # Whatever spoiled its row may stand in any of its blocks: nobody may find them.
+        self._kv.unpublish(request)
+        message = result.errors.get(request.request_id, "the model returned no token")
+        return self._finish(request, FinishReason.ERROR, ErrorInfo(ErrorKind.ENGINE, message))
 
-    def _find_finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        params = request.sampling_params
-        if request.num_output_tokens > params.min_tokens:
-            if token_id in self._limits.eos_token_ids and not params.ignore_eos:
-                return FinishReason.STOP
-            if token_id in params.stop_token_ids:
-                request.stop_token_id = token_id
-                return FinishReason.STOP
-        return FinishReason.LENGTH if request.num_tokens >= request.max_num_tokens else None
+    def _take_token(self, request: Request, result: ModelOutput, now: float) -> RequestOutput:
+        token_id = result.token_ids[request.request_id]
+        logprobs = result.logprobs.get(request.request_id)
+        request.append_token(token_id, now)
+        reason = request.find_finish_reason(self._limits.eos_token_ids)
+        if reason is None:
+            return RequestOutput(request.request_id, token_id, logprobs, request.num_cached_tokens)
+        return self._finish(request, reason, token_id=token_id, logprobs=logprobs)
 
     def _finish(
         self,
@@ -387,16 +387,12 @@ class Scheduler:
             IntegrityError: they contradict each other, or blocks are held while nothing runs.
         """
         self._kv.check_integrity(self._running)
-        if (
-            sorted(self._running, key=_urgency) != self._running
-            or len(self._running) > self._config.max_num_seqs
-        ):
+        is_sorted = sorted(self._running, key=_urgency) == self._running
+        if not is_sorted or len(self._running) > self._config.max_num_seqs:
             raise IntegrityError("the running requests are out of order or too many")
         known = {*self._running, *self._waiting}
-        if (
-            known != set(self._requests.values())
-            or len(known) != self.num_running + self.num_waiting
-        ):
+        are_distinct = len(known) == self.num_running + self.num_waiting
+        if known != set(self._requests.values()) or not are_distinct:
             raise IntegrityError("a request is lost, or both waiting and running")
         if not self._running and self._kv.num_free_blocks != self._kv.num_usable_blocks:
             raise IntegrityError("blocks are held while nothing runs")

@@ -20,7 +20,9 @@ class TokenStream:
     """
 
     def __init__(self, request_id: str, now: float) -> None:
-        self._request_id = request_id
+        self.request_id = request_id
+        self.is_closed = False
+        """Whether its reader has left for good."""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._last: RequestOutput | None = None
@@ -36,7 +38,7 @@ class TokenStream:
 
     def is_abandoned(self, now: float, limit_s: float) -> bool:
         """Whether nobody has read or awaited it for `limit_s` seconds."""
-        return not self._is_awaited and now - self._last_read_s > limit_s
+        return not self._is_awaited and not self.is_closed and now - self._last_read_s > limit_s
 
     def put(self, output: RequestOutput) -> None:
         """Add what a step produced."""
@@ -62,7 +64,7 @@ class TokenStream:
         logprobs, self._logprobs = self._logprobs, []
         last = self._last
         return TokenChunk(
-            request_id=self._request_id,
+            request_id=self.request_id,
             token_ids=token_ids,
             logprobs=logprobs or None,
             finish_reason=None if last is None else last.finish_reason,

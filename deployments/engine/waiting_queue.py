@@ -3,17 +3,17 @@
 Owns the order alone; whether a request fits is the scheduler's business.
 
     class 0   forced:  oldest ... youngest      ready for batch_timeout or longer
-              others:  fewest tokens ... most   of those the prefix cache does not hold, when it queued
+              others:  fewest tokens ... most   of those the prefix cache does not hold, when it
+                  queued
     class 1   ...
 
-Forced requests go oldest first, so whoever waits long enough is the next of its class: nobody starves behind
-shorter ones (requirement 2.3).
+Forced requests go oldest first, so whoever waits long enough is the next of its class: nobody
+starves behind shorter ones (requirement 2.3).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -52,42 +52,48 @@ class _PriorityClass:
     """The waiting requests of one class, by age and by length at once."""
 
     def __init__(self) -> None:
-        # Requests join with the present time as ready_since_s, so insertion order is age order.
-        # Not a plain dict: reading its front after many removals there is not constant time.
-        self._by_age: OrderedDict[Request, int] = OrderedDict()
+        self._num_tokens_left: dict[Request, int] = {}
+        # Both sorted. Requests become ready about in order, so that one joins `_by_age` near its
+        # end; not always at it, since those preempted in one step are ready at the same moment and
+        # join least urgent first.
+        self._by_age: list[tuple[float, int, Request]] = []
         self._by_length: list[tuple[int, int, Request]] = []
 
     def __len__(self) -> int:
-        return len(self._by_age)
+        return len(self._num_tokens_left)
 
     def __contains__(self, request: Request) -> bool:
-        return request in self._by_age
+        return request in self._num_tokens_left
 
     def add(self, request: Request, num_tokens_left: int) -> None:
-        self._by_age[request] = num_tokens_left
-        insort(
-            self._by_length, (num_tokens_left, request.arrival_index, request), key=lambda e: e[:2]
-        )
+        self._num_tokens_left[request] = num_tokens_left
+        index = request.arrival_index
+        insort(self._by_age, (request.ready_since_s, index, request), key=lambda e: e[:2])
+        insort(self._by_length, (num_tokens_left, index, request), key=lambda e: e[:2])
 
     def remove(self, request: Request) -> None:
-        key = (self._by_age.pop(request), request.arrival_index)
-        del self._by_length[bisect_left(self._by_length, key, key=lambda e: e[:2])]
+        index = request.arrival_index
+        by_length = (self._num_tokens_left.pop(request), index)
+        by_age = (request.ready_since_s, index)
+        del self._by_length[bisect_left(self._by_length, by_length, key=lambda e: e[:2])]
+        del self._by_age[bisect_left(self._by_age, by_age, key=lambda e: e[:2])]
 
     def in_order(self, now: float, timeout_s: float) -> Iterator[QueuedRequest]:
-        for request, num_tokens_left in self._by_age.items():
+        for _, _, request in self._by_age:
             if not is_overdue(request, now, timeout_s):
                 break
+            num_tokens_left = self._num_tokens_left[request]
             yield QueuedRequest(request, order_key(request, num_tokens_left, now, timeout_s))
         for num_tokens_left, _, request in self._by_length:
             if not is_overdue(request, now, timeout_s):
                 yield QueuedRequest(request, order_key(request, num_tokens_left, now, timeout_s))
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._by_age)
+        return iter(self._num_tokens_left)
 
     @property
     def oldest(self) -> Request:
-        return next(iter(self._by_age))
+        return self._by_age[0][2]
 
 
 class WaitingQueue:
@@ -127,7 +133,9 @@ class WaitingQueue:
             del self._classes[request.priority]
 
     def in_order(self, now: float) -> Iterator[QueuedRequest]:
-        """The requests as they should start at `now`, lazily; do not change the queue while reading."""
+        """The requests as they should start at `now`, lazily; do not change the queue while
+        reading.
+        """
         for priority in sorted(self._classes):
             yield from self._classes[priority].in_order(now, self._timeout_s)
 

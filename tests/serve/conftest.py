@@ -1,4 +1,6 @@
-"""A real Ray Serve with the small real model, started as a user would; one for the whole session."""
+"""A real Ray Serve with the small real model, started as a user would; one for the whole
+session.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`chunkserve serve`, as `make serve` starts it: with Ray's fast settings, and drained at the end."""
+"""`chunkserve serve`, as `make serve` starts it: with Ray's fast settings, and drained at the
+end.
+"""
 
 from __future__ import annotations
 

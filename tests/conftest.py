@@ -1,0 +1,1 @@
+"""Puts this folder on the import path, so that every layer of tests finds `doubles`."""

@@ -105,7 +105,7 @@ class SchedulerConfig(Section):
         if self.token_budget < least:
             raise ValueError(
                 f"max_num_batched_tokens ({self.token_budget}) must be greater than max_num_seqs "
-                f"({self.max_num_seqs}), or prompts cannot make progress beside a full batch of decodes; "
+                f"({self.max_num_seqs}), or prompts make no progress beside a batch of decodes; "
                 f"raise it to at least {least} or lower max_num_seqs"
             )
         return self

@@ -229,7 +229,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands and their arguments."""
     parser = argparse.ArgumentParser(
         prog="chunkserve",
-        description="LLM inference with chunked prefill: long prompts never stall the chats beside them.",
+        description="LLM inference with chunked prefill: long prompts never stall the chats.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -98,7 +98,7 @@ def _check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise LaunchFailed(
-                f"{host}:{port} cannot be listened on ({error.strerror}); choose another with --port"
+                f"{host}:{port} cannot be listened on ({error.strerror}); choose another --port"
             ) from error
 
 

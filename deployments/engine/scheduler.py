@@ -173,7 +173,7 @@ class Scheduler:
         output = step.seal()
         if not output.scheduled and self.has_requests:
             raise SchedulerStuck(
-                f"{self.num_waiting} waiting and {self.num_running} running, but nothing could be scheduled"
+                f"{self.num_waiting} waiting, {self.num_running} running, nothing to schedule"
             )
         return output
 

@@ -106,7 +106,7 @@ def _generate(model: Any, num_output_tokens: int) -> Timed:
 
 
 def _continuous_batching(model: Any, num_output_tokens: int) -> Timed:
-    generation = GenerationConfig(  # type: ignore[no-untyped-call]
+    generation = GenerationConfig(
         do_sample=False, max_new_tokens=num_output_tokens, eos_token_id=-1, pad_token_id=0
     )
     batching = ContinuousBatchingConfig(num_blocks=NUM_CB_PAGES, max_batch_tokens=512)

@@ -138,11 +138,11 @@ class LocalService:
     def _run_in(self, folder: Path) -> int:
         import ray
 
-        context = ray.init(namespace="serve", log_to_driver=False, include_dashboard=None)
+        ray.init(namespace="serve", log_to_driver=False)
         # Once more: Ray has put a handler of its own there, which aborts on SIGTERM.
         self._watch_signals()
         try:
-            self._start_child(folder, context.address_info["gcs_address"])
+            self._start_child(folder, ray.get_runtime_context().gcs_address)
             self._wait_until_ready()
             self._wait_for_signal()
             self._drain()

@@ -89,7 +89,3 @@ class InputBatch:
             sampled=tuple(item for item in ordered if item.samples_token),
             block_size=block_size,
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self.input_ids.device

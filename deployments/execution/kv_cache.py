@@ -6,9 +6,12 @@ Owns memory and its layout; which request holds which block is `KVCacheManager`'
     layer.values  [num_blocks, block_size, num_kv_heads, value_dim]
 
                     block 0 (null)    block 1           block 2
-    flat slots     | 0  1  2  3 |    4  5  6  7    |    8  9 10 11 |    slot = block * block_size + offset
+    flat slots     | 0  1  2  3 |    4  5  6  7    |    8  9 10 11 |
 
-Block 0 belongs to nobody: padding reads it, so it must hold finite numbers; a fresh cache is all zeros.
+    slot = block * block_size + offset
+
+Block 0 belongs to nobody: padding reads it, so it must hold finite numbers; a fresh cache is all
+zeros.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ class LayerCache:
         return self.values.flatten(0, 1)
 
     def write(self, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-        """Store the keys and values [num_tokens, num_kv_heads, dim] of tokens at their slots [num_tokens]."""
+        """Store the keys and values [num_tokens, num_kv_heads, dim] of tokens at their slots
+        [num_tokens].
+        """
         self.flat_keys.index_copy_(0, slot_mapping, keys)
         self.flat_values.index_copy_(0, slot_mapping, values)
 
@@ -123,7 +128,9 @@ def _read_int(path: Path) -> int | None:
 
 
 def num_free_cpu_bytes(root: Path = Path("/")) -> int:
-    """Memory that this process may still take: what the machine has, or its cgroup leaves if that is less."""
+    """Memory that this process may still take: what the machine has, or its cgroup leaves if
+    that is less.
+    """
     meminfo = (root / "proc/meminfo").read_text()
     available = int(meminfo.split("MemAvailable:")[1].split()[0]) * 1024
     limit = _read_int(root / "sys/fs/cgroup/memory.max")
@@ -149,7 +156,8 @@ def num_blocks_that_fit(
     max_model_len: int,
     default_max_gb: float | None,
 ) -> int:
-    """Blocks for a pool, the null block included: free memory less the reserve, within what can be used.
+    """Blocks for a pool, the null block included: free memory less the reserve, within what can be
+    used.
 
     Args:
         num_free: free bytes on the device, the model loaded.

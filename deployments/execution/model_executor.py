@@ -1,4 +1,6 @@
-"""A loaded model that computes steps: the executor of real replicas. Composes the parts of this package."""
+"""A loaded model that computes steps: the executor of real replicas. Composes the parts of this
+package.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ logger = logging.getLogger(__name__)
 def choose_backend(
     execution: ExecutionConfig, dtype: torch.dtype, device: torch.device
 ) -> AttentionBackend[Any]:
-    """The configured attention backend; auto takes cpu_sdpa on a CPU and the reference elsewhere."""
+    """The configured attention backend; auto takes cpu_sdpa on a CPU and the reference
+    elsewhere.
+    """
     name = execution.attention_backend
     if name == "cpu_sdpa" or (name == "auto" and device.type == "cpu"):
         return CpuSdpaAttention(dtype)
@@ -54,12 +58,19 @@ class ModelExecutor:
     """
 
     def __init__(self, loaded: LoadedModel, config: ServiceConfig) -> None:
+        self._name = config.model.name
+        self._loaded = loaded
+        self._attention = RaggedAttention(loaded.model)
+        try:
+            self._prepare(loaded, config)
+        except BaseException:
+            self._attention.restore()
+            raise
+
+    def _prepare(self, loaded: LoadedModel, config: ServiceConfig) -> None:
         model = loaded.model
         device, dtype = model.device, model.dtype
         block_size = config.cache.block_size
-        self._name = config.model.name
-        self._loaded = loaded
-        self._attention = RaggedAttention(model)
         specs = probe_layers(model, self._attention)
         backend = choose_backend(config.execution, dtype, device)
         check_against_eager(
@@ -71,7 +82,7 @@ class ModelExecutor:
             max_model_len=loaded.max_model_len,
         )
         if device.type == "cpu" and config.execution.prepack_weights:
-            prepack_linears(model)
+            prepack_linears(model, num_free_bytes(device))
         num_blocks = num_blocks_that_fit(
             num_free_bytes(device),
             num_block_bytes(specs, block_size, dtype),
@@ -114,6 +125,11 @@ class ModelExecutor:
     @property
     def limits(self) -> ModelLimits:
         return self._limits
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, keys and values."""
+        return self._loaded.model.dtype
 
     def model_card(self) -> ModelCard:
         """What an ingress needs to know."""

@@ -1,4 +1,6 @@
-"""Loads a model for serving: its weights in the right dtype on the right device, and what its files say of it."""
+"""Loads a model for serving: its weights in the right dtype on the right device, and what its
+files say of it.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from deployments.config import ExecutionConfig, ModelConfig
 from deployments.execution.load_gate import refuse_unsupported
-from deployments.execution.model_source import ModelSourceError, resolve_model_dir
-from deployments.execution.prepack import multiplies_bfloat16
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
+from deployments.execution.model_source import (
+    ModelSourceError,
+    read_tokenizer_files,
+    resolve_model_dir,
 )
+from deployments.execution.prepack import multiplies_bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,37 +76,57 @@ def load_model(config: ModelConfig, execution: ExecutionConfig) -> LoadedModel:
     """
     directory = resolve_model_dir(config)
     hf_config = _read_config(directory)
-    refuse_unsupported(hf_config)
+    refuse_unsupported(hf_config, config.max_model_len)
+    max_model_len = _max_model_len(config, hf_config)
     device = choose_device(execution)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, config=hf_config, dtype=choose_dtype(config, hf_config, device)
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelSourceError(f"the weights in {directory} cannot be loaded: {error}") from error
-    model = model.to(device).eval().requires_grad_(False)
+    model: Any = _read_weights(directory, hf_config, choose_dtype(config, hf_config, device))
+    model.to(device).eval().requires_grad_(False)
+    vocab_size = int(model.get_input_embeddings().num_embeddings)
     return LoadedModel(
         model=model,
-        max_model_len=_max_model_len(config, hf_config),
-        vocab_size=model.get_input_embeddings().num_embeddings,
-        eos_token_ids=_eos_token_ids(model),
+        max_model_len=max_model_len,
+        vocab_size=vocab_size,
+        eos_token_ids=frozenset(i for i in _eos_token_ids(model) if 0 <= i < vocab_size),
         tokenizer_files=read_tokenizer_files(directory),
     )
+
+
+def _read_weights(
+    directory: Path, hf_config: PretrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, config=hf_config, dtype=dtype, output_loading_info=True
+        )
+    except Exception as error:  # a damaged file fails in as many ways as there are readers
+        raise ModelSourceError(
+            f"the weights in {directory} cannot be loaded ({type(error).__name__}: {error})"
+        ) from error
+    # transformers fills these with random numbers and goes on.
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise ModelSourceError(
+            f"the weights in {directory} are incomplete: {len(missing)} tensors are missing, "
+            f"{missing[0]} the first; fetch or convert the model again"
+        )
+    return model
 
 
 def _read_config(directory: Path) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what config classes raise at odd values is theirs to choose
         raise ModelSourceError(
-            f"{directory}/config.json is not a model that transformers knows: {error}"
+            f"{directory}/config.json is not a model that transformers knows "
+            f"({type(error).__name__}: {error})"
         ) from error
     return config
 
 
 def _max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> int:
     text = hf_config.get_text_config()
-    own = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    own: Any = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if own is None and config.max_model_len is None:
         raise ModelSourceError("this model names no longest context; set model.max_model_len")
     if own is not None and config.max_model_len is not None and config.max_model_len > own:
@@ -122,7 +134,7 @@ def _max_model_len(config: ModelConfig, hf_config: PretrainedConfig) -> int:
             f"model.max_model_len is {config.max_model_len}, but the model's own context is {own}; "
             f"set it to at most {own}"
         )
-    return int(config.max_model_len or own)
+    return int(own if config.max_model_len is None else config.max_model_len)
 
 
 def _as_ids(value: Any) -> set[int]:
@@ -131,14 +143,10 @@ def _as_ids(value: Any) -> set[int]:
     return set(value) if isinstance(value, (list, tuple)) else {int(value)}
 
 
-def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Of the generation config, which may name several, and of the model's own."""
+def _eos_token_ids(model: PreTrainedModel) -> set[int]:
+    """Of the generation config, which may name several, and of the model's own; some name ids that
+    the vocabulary lacks.
+    """
     generation = getattr(model, "generation_config", None)
     ids = _as_ids(getattr(generation, "eos_token_id", None))
-    return frozenset(ids | _as_ids(getattr(model.config.get_text_config(), "eos_token_id", None)))
-
-
-def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """The files a tokenizer is loaded from, by name."""
-    present = (directory / name for name in TOKENIZER_FILES)
-    return {path.name: path.read_bytes() for path in present if path.exists()}
+    return ids | _as_ids(getattr(model.config.get_text_config(), "eos_token_id", None))

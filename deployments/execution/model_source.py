@@ -1,7 +1,8 @@
-"""Where a model comes from: a hub id, a local directory or .gguf file, or a file inside a Python package.
+"""Where a model comes from: a hub id, a local directory or .gguf file, or a file inside a Python
+package.
 
-Ends with a directory of safetensors and tokenizer files on this machine. A GGUF file is converted once, into a cache;
-a later start finds the result. Does not load models to run them.
+Ends with a directory of safetensors and tokenizer files on this machine. A GGUF file is converted
+once, into a cache; a later start finds the result. Does not load models to run them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,26 @@ CONVERTER_VERSION = 1
 """Part of the cache's key; raise it when a conversion gives other files than before."""
 PACKAGE_PREFIX = "package:"
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "config.json",
+)
 _SAMPLE_BYTES = 1 << 20
 
 
 class ModelSourceError(RuntimeError):
-    """The model cannot be had from where the configuration says; the message says what to change."""
+    """The model cannot be had from where the configuration says; the message says what to
+    change.
+    """
 
 
 def resolve_model_dir(config: ModelConfig) -> Path:
@@ -62,6 +78,12 @@ def cache_root(config: ModelConfig) -> Path:
         return config.cache_dir
     from_environment = os.environ.get("CHUNKSERVE_CACHE")
     return Path(from_environment) if from_environment else Path.home() / ".cache" / "chunkserve"
+
+
+def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """The files a tokenizer is loaded from, by name."""
+    present = (directory / name for name in TOKENIZER_FILES)
+    return {path.name: path.read_bytes() for path in present if path.exists()}
 
 
 def _looks_like_path(source: str) -> bool:
@@ -109,17 +131,19 @@ def _download(config: ModelConfig) -> Path:
     except Exception as error:  # the hub client has a dozen ways to say no
         raise ModelSourceError(
             f"model.source: {config.source!r} is no local path, and the model hub did not give it "
-            f"({type(error).__name__}: {error}). Check the name and the network, or give a local path"
+            f"({type(error).__name__}: {error}). Check the name and the network, or give a path"
         ) from error
 
 
 def _fingerprint(path: Path) -> str:
-    """Tells two model files apart without reading gigabytes: size, time, first and last megabyte."""
-    stat = path.stat()
-    digest = hashlib.sha256(f"{CONVERTER_VERSION} {stat.st_size} {stat.st_mtime_ns}".encode())
+    """Tells two model files apart without reading gigabytes: size, first and last megabyte. Not by
+    time, or installing a package again would convert its model again.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{CONVERTER_VERSION} {size}".encode())
     with path.open("rb") as file:
         digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, stat.st_size - _SAMPLE_BYTES))
+        file.seek(max(0, size - _SAMPLE_BYTES))
         digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
@@ -127,8 +151,8 @@ def _fingerprint(path: Path) -> str:
 def convert_gguf(path: Path, cache: Path) -> Path:
     """The directory that holds this GGUF file as safetensors, made now if it is not there.
 
-    Two processes may ask at once: one converts, the other waits and finds it done. The result appears whole or
-    not at all.
+    Two processes may ask at once: one converts, the other waits and finds it done. The result
+    appears whole or not at all.
 
     Raises:
         ModelSourceError: the file cannot be converted.
@@ -143,6 +167,7 @@ def convert_gguf(path: Path, cache: Path) -> Path:
             unfinished = Path(tempfile.mkdtemp(dir=cache, prefix=f"{target.name}.part-"))
             try:
                 _write_converted(path, unfinished)
+                unfinished.chmod(0o755)
                 unfinished.rename(target)
             except Exception as error:
                 raise ModelSourceError(
@@ -163,7 +188,8 @@ def _write_converted(path: Path, target: Path) -> None:
     config = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    # A model read from GGUF calls itself quantised and refuses to be saved; its weights are plain by now.
+    # A model read from GGUF calls itself quantised and refuses to be saved; its weights are plain
+    # by now.
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config

@@ -52,11 +52,14 @@ class PackedForward:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def run(self, scheduled: Sequence[ScheduledRequest]) -> PackedLogits:
-        """Compute a step: write its keys and values, and return the logits that are sampled from."""
+        """Compute a step: write its keys and values, and return the logits that are sampled
+        from.
+        """
         batch = InputBatch.build(scheduled, self._cache.block_size, self._model.device)
         plan = self._backend.plan(batch, self._windows)
         handler = paged_handler(self._backend, self._cache, batch.slot_mapping, plan)
-        # Where the model can, its head runs on the sampled rows alone; it is the largest matrix there is.
+        # Where the model can, its head runs on the sampled rows alone; it is the largest matrix
+        # there is.
         keep = {"logits_to_keep": batch.logits_indices} if self._keeps_logits else {}
         with self._attention.handled_by(handler):
             logits = self._model(

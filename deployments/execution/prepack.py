@@ -1,10 +1,10 @@
 """Linear weights in the layout a CPU's matrix kernels want, reordered once at load instead of at
 each product.
 
-    weights            CPU                          one row             several rows
-    float32            any                          as loaded           float32, reordered
-    bfloat16           multiplies bfloat16          reordered           reordered
-    bfloat16           does not                     as loaded           widened to float32, reordered
+    weights     CPU                     one row      several rows
+    float32     any                     as loaded    float32, reordered
+    bfloat16    multiplies bfloat16     reordered    reordered
+    bfloat16    does not                as loaded    widened to float32, reordered
 
 One row is bound by reading the weights, several by multiplying; a CPU without bfloat16 products
 multiplies float32 several times faster, at the price of a second, wider copy of the weights.

@@ -1,9 +1,9 @@
 """Chooses the next token of each row of logits, all rows of a step at once.
 
-Order for one row: logit_bias, penalties, min_tokens mask; then greedy, or temperature, top_k, top_p, min_p and a draw.
-A row's token depends on its own logits, parameters and history alone: the random number is a hash of the request's
-seed and the index of the output token, so it is the same beside any neighbours, after a preemption and after a
-restart.
+Order for one row: logit_bias, penalties, min_tokens mask; then greedy, or temperature, top_k,
+top_p, min_p and a draw. A row's token depends on its own logits, parameters and history alone: the
+random number is a hash of the request's seed and the index of the output token, so it is the same
+beside any neighbours, after a preemption and after a restart.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Sampler:
     def _edit(
         self, logits: Tensor, requests: Sequence[Request], sound: Sequence[bool]
     ) -> dict[int, Tensor]:
-        """Rows [vocab_size] with bias, penalties and mask applied, of the requests that ask for any."""
+        """Rows [vocab_size] with bias, penalties and mask applied, of the requests that ask for
+        any.
+        """
         edited: dict[int, Tensor] = {}
         for row, request in enumerate(requests):
             if sound[row] and _has_edits(request):
@@ -120,8 +122,8 @@ def _apply_bias(logits: Tensor, params: SamplingParams) -> None:
 
 
 def _apply_penalties(logits: Tensor, request: Request) -> None:
-    """Repetition over prompt and output (Keskar et al., CTRL, section 4.1); presence and frequency over
-    the output alone, as OpenAI defines them."""
+    """Repetition over prompt and output (Keskar et al., CTRL, section 4.1); presence and frequency
+    over the output alone, as OpenAI defines them."""
     params = request.sampling_params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(request.token_ids)), device=logits.device)

@@ -1,8 +1,9 @@
-"""Draws tokens from rows of logits under temperature, top_k, top_p and min_p, without sorting the vocabulary.
+"""Draws tokens from rows of logits under temperature, top_k, top_p and min_p, without sorting the
+vocabulary.
 
-Where only a temperature is asked for, the draw is one inverse CDF over the whole row. Otherwise the row's largest
-NUM_CANDIDATES logits are taken in order; they hold everything that may be drawn unless top_p is not yet reached or
-top_k is larger, and only such rows are sorted whole.
+Where only a temperature is asked for, the draw is one inverse CDF over the whole row. Otherwise the
+row's largest NUM_CANDIDATES logits are taken in order; they hold everything that may be drawn
+unless top_p is not yet reached or top_k is larger, and only such rows are sorted whole.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from deployments.engine.request import Request
 from deployments.protocol import SamplingParams
 
 NUM_CANDIDATES = 256
+_MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
+"""Smaller ones would be 0 in float32, and the best token's 0 / 0 no number."""
 _MASK_64 = (1 << 64) - 1
 _UNIFORM_BITS = 23
 """As many as fit a float32 below 1 exactly, so that a draw never lands on the far end of a CDF."""
@@ -39,7 +42,9 @@ def draw_tokens(logits: Tensor, requests: Sequence[Request]) -> list[int]:
     """One token id for each row of `logits` [num_rows, vocab_size], fp32, none of them greedy."""
     device = logits.device
     params = [request.sampling_params for request in requests]
-    temperatures = torch.tensor([p.temperature for p in params], device=device)
+    temperatures = torch.tensor(
+        [max(p.temperature, _MIN_TEMPERATURE) for p in params], device=device
+    )
     # A temperature next to 0 must not overflow: what counts is each logit's distance from the best.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperatures[:, None]
     draws = torch.tensor([uniform(r.seed, r.num_output_tokens) for r in requests], device=device)
@@ -52,11 +57,13 @@ def draw_tokens(logits: Tensor, requests: Sequence[Request]) -> list[int]:
         chosen[plain] = _inverse_cdf(weights, draws[plain])
     if len(cut):
         chosen[cut] = _draw_truncated(scaled[cut], draws[cut], [requests[i] for i in cut.tolist()])
-    return chosen.tolist()  # type: ignore[no-any-return]
+    return chosen.tolist()
 
 
 def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
-    """The index at which the running sum of `weights` [num_rows, n] passes the share `draws` [num_rows]."""
+    """The index at which the running sum of `weights` [num_rows, n] passes the share `draws`
+    [num_rows].
+    """
     cdf = weights.cumsum(dim=-1)
     # Strictly above, so that an index of weight 0 is never taken.
     return torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
@@ -81,7 +88,9 @@ def _draw_truncated(scaled: Tensor, draws: Tensor, requests: Sequence[Request]) 
 
 
 def _needs_whole_row(params: SamplingParams, covered: float, last_share: float) -> bool:
-    """Whether a token outside the candidates may be drawn, which hold the share `covered` of the row."""
+    """Whether a token outside the candidates may be drawn, which hold the share `covered` of the
+    row.
+    """
     if 0 < params.top_k <= NUM_CANDIDATES or last_share < params.min_p:
         return False
     # top_p of what a large top_k leaves cannot be told from the candidates alone.
@@ -96,12 +105,15 @@ def _draw_among(
     params = [request.sampling_params for request in requests]
     values, token_ids = scaled.topk(num_candidates, dim=-1)
     rank = torch.arange(num_candidates, device=device)
-    top_k = torch.tensor([p.top_k or scaled.shape[1] for p in params], device=device)[:, None]
+    vocab_size = scaled.shape[1]
+    # A top_k beyond the vocabulary is off, and may be too large for a tensor.
+    top_k = torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=device)
+    top_k = top_k[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     # top_p is a share of what top_k leaves; without top_k, of the whole row.
     whole = torch.where(
-        top_k[:, 0] < scaled.shape[1],
+        top_k[:, 0] < vocab_size,
         torch.logsumexp(values.masked_fill(rank >= top_k, float("-inf")), dim=-1),
         torch.logsumexp(scaled, dim=-1),
     )

@@ -1,1 +1,3 @@
-"""Attention over the paged KV cache: the function transformers calls, and the backends behind it."""
+"""Attention over the paged KV cache: the function transformers calls, and the backends behind
+it.
+"""

@@ -16,7 +16,9 @@ PlanT = TypeVar("PlanT")
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's attention as the model asks for it; keys and values carry their positions already."""
+    """One layer's attention as the model asks for it; keys and values carry their positions
+    already.
+    """
 
     query: Tensor
     """[num_tokens, num_heads, key_dim]"""
@@ -28,15 +30,18 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    """[num_heads]: a logit for each head that takes part in the softmax but has no value (gpt-oss)."""
+    """[num_heads]: a logit for each head that takes part in the softmax but has no value
+    (gpt-oss).
+    """
 
 
 class AttentionBackend(Protocol, Generic[PlanT]):
     """Attention of ragged queries over paged keys and values.
 
-    Contract of `attend`: query i of a row, at position p, sees the row's keys at positions
-    (p - window, p]; out = softmax(softcap(scaling * q.k)) @ v, with softcap(x) = c * tanh(x / c) where given,
-    and a sink's exp(sink) added to the softmax's denominator. Query heads share KV heads in groups, in order.
+    Contract of `attend`: query i of a row, at position p, sees the row's keys at positions (p -
+    window, p]; out = softmax(softcap(scaling * q.k)) @ v, with softcap(x) = c * tanh(x / c) where
+    given, and a sink's exp(sink) added to the softmax's denominator. Query heads share KV heads in
+    groups, in order.
     """
 
     name: str
@@ -50,5 +55,7 @@ class AttentionBackend(Protocol, Generic[PlanT]):
         ...
 
     def attend(self, call: AttentionCall, cache: LayerCache, plan: PlanT) -> Tensor:
-        """[num_tokens, num_heads, value_dim], contiguous. The step's own keys and values are in `cache` already."""
+        """[num_tokens, num_heads, value_dim], contiguous. The step's own keys and values are in
+        `cache` already.
+        """
         ...

@@ -1,13 +1,17 @@
 """Attention on a CPU through torch's scaled_dot_product_attention.
 
-All rows of one query are one padded batch, in groups of like length; each prefill chunk is a call of its own. Slot
-tables and masks are built once a step for each distinct window and shared by all layers.
+All rows of one query are one padded batch, in groups of like length; each prefill chunk is a call
+of its own. Slot tables and masks are built once a step for each distinct window and shared by all
+layers.
 
     group of decodes        slots                      mask
-    A, 3 keys visible     [ 20 21 22  0 ]        [ 0  0  0  -inf ]      padding reads slot 0, the null block,
-    B, 4 keys visible     [ 36 37 48 49 ]        [ 0  0  0   0   ]      never what others left in a block
+    A, 3 keys visible     [ 20 21 22  0 ]        [ 0  0  0  -inf ]
+    B, 4 keys visible     [ 36 37 48 49 ]        [ 0  0  0   0   ]
 
-SDPA knows neither softcap nor sinks; layers with them take the same tables through an explicit softmax.
+Padding reads slot 0, in the null block, never what others left behind in a block.
+
+SDPA knows neither softcap nor sinks; layers with them take the same tables through an explicit
+softmax.
 """
 
 from __future__ import annotations
@@ -115,7 +119,9 @@ def _num_visible(row: BatchRow, window: int | None) -> int:
 
 
 def _alike(rows: Sequence[BatchRow], window: int | None) -> list[list[BatchRow]]:
-    """Rows of one query in groups of like length; one group, in the given order, if all are alike."""
+    """Rows of one query in groups of like length; one group, in the given order, if all are
+    alike.
+    """
     if not rows:
         return []
     lengths = [_num_visible(row, window) for row in rows]
@@ -245,7 +251,9 @@ def _attend_explicitly(
     mask: Tensor,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Softmax attention over the last two dimensions, with softcap and with sinks that broadcast to [..., 1]."""
+    """Softmax attention over the last two dimensions, with softcap and with sinks that broadcast
+    to [..., 1].
+    """
     scores = query @ keys.transpose(-1, -2) * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap

@@ -1,8 +1,9 @@
-"""The one attention function a transformers model calls while we run it, and what stands behind it meanwhile.
+"""The one attention function a transformers model calls while we run it, and what stands behind it
+meanwhile.
 
-Owns the switch between the model's own attention and ours. transformers looks attention functions up by name in a
-registry; ours is an object, and what it does with a call is decided by the context it is in, not by keyword
-arguments of the forward (some models do not pass those on).
+Owns the switch between the model's own attention and ours. transformers looks attention functions
+up by name in a registry; ours is an object, and what it does with a call is decided by the context
+it is in, not by keyword arguments of the forward (some models do not pass those on).
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class RaggedAttention:
         model.set_attn_implementation(self._name)
 
     def restore(self) -> None:
-        """Give the model its own attention back."""
+        """Give the model its own attention back, and let go of it."""
         self._model.set_attn_implementation(self._own_implementation)
+        # transformers offers no way to unregister, and its registry would keep the model alive.
+        AttentionInterface._global_mapping.pop(self._name, None)
 
     @contextmanager
     def own_attention(self, implementation: str) -> Iterator[None]:
@@ -72,14 +75,10 @@ class RaggedAttention:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        *,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **_: Any,
+        **asked: Any,
     ) -> tuple[Tensor, None]:
-        """Attention as transformers calls it: query [1, num_heads, num_tokens, key_dim], key and value likewise.
+        """Attention as transformers calls it: query [1, num_heads, num_tokens, key_dim], key and
+        value likewise.
 
         Returns ([1, num_tokens, num_heads, value_dim], None).
 
@@ -88,14 +87,15 @@ class RaggedAttention:
         """
         if self._handler is None:
             raise NotInStep("this model serves chunkserve steps; call its forward through them")
+        scaling = asked.get("scaling")
         call = AttentionCall(
             query=query[0].transpose(0, 1),
             key=key[0].transpose(0, 1),
             value=value[0].transpose(0, 1),
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
+            window=asked.get("sliding_window"),
+            softcap=asked.get("softcap"),
+            sinks=asked.get("s_aux"),
         )
         return self._handler(int(module.layer_idx), call)[None], None  # type: ignore[arg-type]
 

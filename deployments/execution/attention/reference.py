@@ -1,4 +1,6 @@
-"""The specification of attention over paged KV, in fp32 and plain loops. Slow; every other backend must agree with it."""
+"""The specification of attention over paged KV, in fp32 and plain loops. Slow; every other
+backend must agree with it.
+"""
 
 from __future__ import annotations
 

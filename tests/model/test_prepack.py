@@ -1,0 +1,75 @@
+"""Weights in another layout are the same weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import Oracle, assert_same, greedy, make_executor, make_model, make_prompt, run
+from torch import nn
+
+from deployments.execution.prepack import (
+    PrepackedLinear,
+    multiplies_bfloat16,
+    prepack_linears,
+)
+
+FORMS = [
+    (torch.float32, torch.float32, True),
+    (torch.float32, torch.float32, False),
+    (torch.bfloat16, torch.float32, True),
+    pytest.param(
+        (torch.bfloat16, torch.bfloat16, False),
+        marks=pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no bfloat16"),
+    ),
+]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_prepacked_linear_is_the_linear(
+    form: tuple[torch.dtype, torch.dtype, bool], bias: bool
+) -> None:
+    """A reordered weight gives the same products, for any number of rows, none included."""
+    dtype, packed_dtype, keeps_weight = form
+    torch.manual_seed(0)
+    layer = nn.Linear(24, 40, bias=bias, dtype=dtype)
+    packed = PrepackedLinear(layer, packed_dtype, keeps_weight)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for shape in ((0, 24), (1, 24), (5, 24), (1, 1, 24), (1, 0, 24), (1, 7, 24), (24,)):
+        x = torch.randn(shape, dtype=dtype)
+        with torch.inference_mode():
+            got, want = packed(x), layer(x)
+        assert got.dtype is dtype
+        torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_prepacked_model_answers_the_same(tied: bool) -> None:
+    """With every linear layer prepacked, the head tied to the embedding or not, tokens and logits
+    are still those of generate.
+    """
+    model = make_model("llama", tie_word_embeddings=tied)
+    executor = make_executor(model)
+    assert isinstance(model.lm_head, PrepackedLinear)
+    requests = [greedy(make_prompt(n), f"{n} tokens") for n in (5, 30)]
+    result = run(executor, requests, chunk_size=7)
+    oracle = Oracle(make_model("llama", tie_word_embeddings=tied))
+    for request in requests:
+        assert_same(result, request, oracle)
+
+
+def test_weights_stay_as_they_are_where_that_is_asked() -> None:
+    """execution.prepack_weights false leaves every layer alone."""
+    model = make_model("llama")
+    make_executor(model, prepack_weights=False)
+    assert not any(isinstance(module, PrepackedLinear) for module in model.modules())
+
+
+def test_copies_that_memory_does_not_hold_are_not_made() -> None:
+    """Copies that would take more than half of what is free are not made: the KV cache needs it."""
+    model = make_model("llama")
+    layers = [m for m in model.modules() if type(m) is nn.Linear]
+    num_bytes = 4 * sum(layer.weight.numel() for layer in layers)
+    assert prepack_linears(model, 2 * num_bytes - 1) == 0
+    assert prepack_linears(model, 2 * num_bytes) == len(layers)
+    assert prepack_linears(model, 2 * num_bytes) == 0

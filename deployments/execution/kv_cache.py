@@ -16,10 +16,12 @@ zeros.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -104,14 +106,21 @@ class PagedKVCache:
         self.layers = tuple(
             LayerCache(
                 *(
-                    torch.zeros(
-                        num_blocks, block_size, spec.num_kv_heads, dim, dtype=dtype, device=device
-                    )
+                    _zeros((num_blocks, block_size, spec.num_kv_heads, dim), dtype, device)
                     for dim in (spec.key_dim, spec.value_dim)
                 )
             )
             for spec in specs
         )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy leaves the zeroing to the kernel, page by page when first touched; torch writes every
+    # byte of the pool now, which takes seconds of a start.
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)
 
 
 def num_block_bytes(specs: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:

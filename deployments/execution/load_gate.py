@@ -26,7 +26,7 @@ from deployments.engine.request import Request
 from deployments.execution.attention.backend import AttentionBackend, AttentionCall
 from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.kv_cache import LayerSpec, PagedKVCache
-from deployments.execution.packed_forward import PackedForward
+from deployments.execution.packed_forward import PackedForward, logits_to_keep
 from deployments.protocol import SamplingParams
 
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -162,7 +162,11 @@ def check_against_eager(
     ]
     with attention.own_attention("eager"), torch.inference_mode():
         expected = [
-            model(input_ids=torch.tensor([ids], device=model.device), use_cache=False).logits[0, -1]
+            model(
+                input_ids=torch.tensor([ids], device=model.device),
+                use_cache=False,
+                **logits_to_keep(model, 1),
+            ).logits[0, -1]
             for ids in prompts
         ]
     packed = _packed_logits(model, attention, backend, specs, prompts, block_size)

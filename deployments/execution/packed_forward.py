@@ -17,6 +17,14 @@ from deployments.execution.input_batch import InputBatch
 from deployments.execution.kv_cache import LayerSpec, PagedKVCache
 
 
+def logits_to_keep(model: PreTrainedModel, which: Tensor | int) -> dict[str, Any]:
+    """The argument that lets a model's head run on these positions alone (an int: on so many last
+    ones), for models that take it; the head is the largest matrix there is.
+    """
+    takes_it = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": which} if takes_it else {}
+
+
 @dataclass(frozen=True, slots=True)
 class PackedLogits:
     """Logits of the rows that sample, in the order of `sampled`."""
@@ -49,7 +57,7 @@ class PackedForward:
         self._backend = backend
         self._windows = frozenset(spec.window for spec in specs)
         self._cache = cache
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._keeps_logits = bool(logits_to_keep(model, 1))
 
     def run(self, scheduled: Sequence[ScheduledRequest]) -> PackedLogits:
         """Compute a step: write its keys and values, and return the logits that are sampled
@@ -58,8 +66,6 @@ class PackedForward:
         batch = InputBatch.build(scheduled, self._cache.block_size, self._model.device)
         plan = self._backend.plan(batch, self._windows)
         handler = paged_handler(self._backend, self._cache, batch.slot_mapping, plan)
-        # Where the model can, its head runs on the sampled rows alone; it is the largest matrix
-        # there is.
         keep = {"logits_to_keep": batch.logits_indices} if self._keeps_logits else {}
         with self._attention.handled_by(handler):
             logits = self._model(

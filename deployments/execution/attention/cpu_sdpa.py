@@ -91,6 +91,8 @@ class CpuSdpaAttention:
     def attend(self, call: AttentionCall, cache: LayerCache, plan: CpuPlan) -> Tensor:
         num_tokens, num_heads, _ = call.query.shape
         shared = plan[call.window]
+        if len(shared.groups) == 1 and not shared.chunks:
+            return _attend_decodes(call, cache, shared.groups[0])
         out = call.query.new_empty(num_tokens, num_heads, call.value.shape[-1])
         for group in shared.groups:
             out[group.tokens] = _attend_decodes(call, cache, group)

@@ -131,7 +131,8 @@ def _download(config: ModelConfig) -> Path:
     except Exception as error:  # the hub client has a dozen ways to say no
         raise ModelSourceError(
             f"model.source: {config.source!r} is no local path, and the model hub did not give it "
-            f"({type(error).__name__}: {error}). Check the name and the network, or give a path"
+            f"({type(error).__name__}: {error}). Check the name and the network, "
+            "or give a local path"
         ) from error
 
 

@@ -118,8 +118,7 @@ class TextStream:
 
     Args:
         tokens: the request's token stream; closed at the end, at an error and when the reader
-            leaves,
-            which aborts the request.
+            leaves, which aborts the request.
         detokenizer: primed with the prompt.
         stops: strings that end the text.
     """

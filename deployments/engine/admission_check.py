@@ -67,7 +67,8 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
             f"max_tokens is {params.max_tokens}, but the model's context is "
             f"{limits.max_model_len} tokens",
         )
-    if request.priority < 0:
+    if type(request.priority) is not int or request.priority < 0:
         raise RequestRefused.invalid("priority", "priority must be 0 (most urgent) or greater")
-    if request.chunk_size is not None and request.chunk_size < 1:
+    size = request.chunk_size
+    if size is not None and (type(size) is not int or size < 1):
         raise RequestRefused.invalid("chunk_size", "chunk_size must be at least 1")

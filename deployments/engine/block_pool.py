@@ -4,12 +4,11 @@ content.
 Does not know requests, tokens or tensors; `KVCacheManager` does the first two, `PagedKVCache` the
 third.
 
-    free queue (LRU):  head -> [5][7][3][9] <- tail     a freed block keeps its hash until it is
-    taken
-                       taken first    freed last        again, so that a prefix can be revived; a
-                       block
-                                                        without a hash is worth nothing and goes to
-                                                        the head
+    free queue (LRU):  head -> [5][7][3][9] <- tail
+                       taken first    freed last
+
+A freed block keeps its hash until it is taken again, so that a prefix can be revived; a block
+without a hash is worth nothing and goes to the head.
 Block 0 is the null block: padding may write there, nobody is ever given it.
 """
 

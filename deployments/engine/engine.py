@@ -40,6 +40,20 @@ class EngineFailed(RuntimeError):
     """Too many steps failed in a row; the engine cannot go on."""
 
 
+def _log_chunks(step_index: int, step: SchedulerOutput) -> None:
+    """One line for each prefill chunk: proof of their order, and of which were forced."""
+    for row in step.scheduled[step.num_decode_tokens :]:
+        logger.debug(
+            "step %d: %s tokens [%d, %d) %s%s",
+            step_index,
+            row.request.request_id,
+            row.num_computed_tokens,
+            row.num_computed_tokens + row.num_scheduled_tokens,
+            row.reason.value,
+            " forced" if row.is_forced else "",
+        )
+
+
 class Engine:
     """A scheduler and an executor, stepped together.
 
@@ -151,6 +165,8 @@ class Engine:
                 chunks=chunk_records(step),
             )
         )
+        if logger.isEnabledFor(logging.DEBUG):
+            _log_chunks(self.step_log.num_steps, step)
 
     def _count(self, output: RequestOutput | None) -> RequestOutput | None:
         if output is not None and output.finish_reason is not None:

@@ -86,8 +86,7 @@ class EngineThread:
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # --- the event loop's side
-    # --------------------------------------------------------------------------------
+    # --- the event loop's side --------------------------------------------------------------------
 
     def start(self) -> None:
         """Let the thread run. Raises RuntimeError if it was started before."""
@@ -188,8 +187,7 @@ class EngineThread:
             elif stream.is_abandoned(now, self._unread_after_s):
                 self._commands.put(_Abort(output.request_id))
 
-    # --- the engine thread's side
-    # -----------------------------------------------------------------------------
+    # --- the engine thread's side -----------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -160,8 +160,7 @@ class KVCacheManager:
 
         Raises:
             IntegrityError: a table without its request or the reverse, a wrong length, a block
-            counted wrongly,
-                or a block about to be written that somebody else holds.
+                counted wrongly, or a block about to be written that somebody else holds.
         """
         self._pool.check_integrity()
         requests = {request.request_id: request for request in running}

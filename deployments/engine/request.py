@@ -4,9 +4,8 @@ Owns a request's tokens, its progress, its status and the moments that matter. D
 or steps.
 
     token_ids   [p p p p p p p p|o o o]
-                 ^ computed ^           num_computed_tokens: their keys and values are in the KV
-                 cache
-                              ^ rest ^  num_uncomputed_tokens: what a step may let it catch up with
+                 ^ computed ^           num_computed_tokens: in the KV cache
+                              ^ rest ^  num_uncomputed_tokens: what a step may catch up with
 """
 
 from __future__ import annotations
@@ -154,7 +153,8 @@ class Request:
         elif status is RequestStatus.PREEMPTED:
             self.num_preemptions += 1
             self.num_computed_tokens = 0
-            self.ready_since_s = now
+            # As old as it is: who had begun is served before those who have not.
+            self.ready_since_s = self.arrival_s
         elif status is RequestStatus.FINISHED:
             self.finished_s = now
 

@@ -4,14 +4,14 @@ There is no prefill phase and no decode phase (vLLM V1): a request has `num_comp
 each step lets it catch up with `num_tokens`. The order within a step is stall-free (Agrawal et al.,
 Sarathi-Serve, OSDI'24):
 
-  0. A waiting head of a more urgent class than the least urgent running request preempts if it does
-  not fit. 1. Decodes, most urgent first, one token each. Where no block is free the least urgent
-  running request is
-     preempted: it loses its blocks and is recomputed later. Most urgent first, so that a victim is
-         never one
-     already in the step.
+  0. A waiting head of a more urgent class than the least urgent running request preempts if it
+     does not fit.
+  1. Decodes, most urgent first, one token each. Where no block is free the least urgent running
+     request is preempted: it loses its blocks and is recomputed later. Most urgent first, so that
+     a victim is never one already in the step.
   2. Prefill chunks: running prefills and waiting requests, merged by the queue's order, as far as
-  the budget goes.
+     the budget goes. Nobody is admitted in a step that had to preempt for a block: the victim
+     would see others move into its place.
 
 Does not know tensors, threads, sockets or where time comes from.
 """
@@ -247,6 +247,7 @@ class Scheduler:
         while self._kv.num_free_blocks == 0:
             victim = self._running[-1]
             self._preempt(victim, step, now)
+            step.close_to_newcomers()
             if victim is request:
                 return False
         return True
@@ -258,7 +259,8 @@ class Scheduler:
         passed: list[Request] = []
         # Ends the queue's side early: of ten thousand waiting, no more are looked at than may
         # start.
-        waiting = takewhile(lambda _: self._may_admit_past(passed), self._waiting.in_order(now))
+        queue = self._waiting.in_order(now) if step.is_open_to_newcomers else ()
+        waiting = takewhile(lambda _: self._may_admit_past(passed), queue)
         for entry in merge(self._running_prefills(now), waiting, key=lambda entry: entry.key):
             if step.num_tokens_left == 0:
                 break

@@ -30,6 +30,7 @@ class StepPlan:
         self._chunks: list[ScheduledRequest] = []
         self._preempted: list[Request] = []
         self.num_tokens_left = budget
+        self.is_open_to_newcomers = True
 
     def add_decode(self, request: Request, block_table: Sequence[int]) -> None:
         """Put in the token it sampled last."""
@@ -62,6 +63,10 @@ class StepPlan:
                 is_forced,
             )
         )
+
+    def close_to_newcomers(self) -> None:
+        """Let nobody be admitted any more: blocks ran out for those who are in."""
+        self.is_open_to_newcomers = False
 
     def note_preempted(self, request: Request) -> None:
         """Remember that it lost its blocks in this step, so that it does not come back in it."""

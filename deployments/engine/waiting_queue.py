@@ -3,12 +3,12 @@
 Owns the order alone; whether a request fits is the scheduler's business.
 
     class 0   forced:  oldest ... youngest      ready for batch_timeout or longer
-              others:  fewest tokens ... most   of those the prefix cache does not hold, when it
-                  queued
+              others:  fewest tokens ... most   that the prefix cache did not hold when it queued
     class 1   ...
 
 Forced requests go oldest first, so whoever waits long enough is the next of its class: nobody
-starves behind shorter ones (requirement 2.3).
+starves behind shorter ones (requirement 2.3). A running prefill's age counts from its last chunk;
+one that was skipped for the timeout goes before every shorter one in the next step.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class ScheduleNet:
         self.num_steps += 1
         self.num_preemptions += len(step.preempted)
         for request in step.preempted:
-            self.live[request.request_id].ready_since_s = before.now
+            self.live[request.request_id].ready_since_s = request.arrival_s
         self._checks.check(before, step, self.live)
         self.clock.advance(fate.duration_s)
         if fate.raises:

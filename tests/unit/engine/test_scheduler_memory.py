@@ -14,6 +14,7 @@ from doubles import (
     run_until_done,
 )
 
+from deployments.engine.clock import VirtualClock
 from deployments.engine.engine import Engine
 from deployments.engine.outputs import ChunkReason
 from deployments.protocol import FinishReason, GenerateRequest
@@ -252,3 +253,38 @@ def test_with_caching_off_no_token_counts_as_cached() -> None:
     for _ in range(2):
         engine.add(make_request(list(range(1, 18))))
         assert [o.num_cached_tokens for o in run_until_done(engine).values()] == [0]
+
+
+def test_nobody_is_admitted_into_the_blocks_of_a_victim_of_the_same_step() -> None:
+    """A younger request moves into the blocks that were taken from an older one in the same step,
+    so that work is thrown away twice.
+    """
+    engine = make_engine(tiny(9), batch_timeout_ms=0, enable_prefix_caching=False)
+    engine.add(make_request(12, max_tokens=16))  # 3 of 8 blocks, and it grows
+    engine.add(make_request(16, max_tokens=12))  # 4 blocks, and it grows too
+    engine.step()
+    younger = make_request(8, max_tokens=4)
+    engine.add(younger)
+    engine.step()
+    assert engine.stats().num_preemptions == 1
+    assert engine.stats().num_free_blocks == 4
+    assert rows_of(engine, younger) == []
+
+
+def test_a_preempted_request_comes_back_before_those_that_came_later() -> None:
+    """A request that already streams waits behind everybody who arrived while it ran."""
+    clock = VirtualClock()
+    settings = {"batch_timeout_ms": 50, "max_num_seqs": 2, "max_num_passes": 0}
+    engine = make_engine(tiny(9), clock, enable_prefix_caching=False, **settings)
+    engine.add(make_request(12, max_tokens=12))
+    victim = make_request(16, max_tokens=8)
+    engine.add(victim)
+    later = [make_request(8, max_tokens=2) for _ in range(6)]
+    for request in later:
+        engine.add(request)
+    while engine.has_requests:
+        engine.step()
+        clock.advance(0.1)
+    resumed = [step for step, reason in rows_of(engine, victim) if reason is ChunkReason.RESUMED]
+    assert len(resumed) == 1
+    assert all(resumed[0] < started for started in first_steps(engine, later))

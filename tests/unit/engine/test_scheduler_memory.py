@@ -284,8 +284,8 @@ def test_a_preempted_request_comes_back_before_those_that_came_later() -> None:
     for request in later:
         engine.add(request)
     while engine.has_requests:
-        engine.step()
         clock.advance(0.1)
+        engine.step()
     resumed = [step for step, reason in rows_of(engine, victim) if reason is ChunkReason.RESUMED]
     assert len(resumed) == 1
     assert all(resumed[0] <= started for started in first_steps(engine, later))

@@ -3,6 +3,7 @@
 # Both start from nothing but Python and a package index.
 
 PORT ?= 8000
+HOST ?= 127.0.0.1
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -32,7 +33,7 @@ $(READY): pyproject.toml Makefile
 	@touch $(READY)
 
 serve: $(READY)
-	$(BIN)/chunkserve serve $(CONFIG) --port $(PORT)
+	$(BIN)/chunkserve serve $(CONFIG) --host $(HOST) --port $(PORT)
 
 test: $(READY) lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -16,6 +16,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+INGRESS_HEADROOM = 64
+"""Requests an ingress holds beyond what the pool takes, to be refused or answered by itself."""
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and what to change."""
@@ -165,11 +168,15 @@ class IngressConfig(Section):
 
     num_replicas: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0.0)
-    max_ongoing_requests: int = Field(default=1000, ge=1)
+    max_ongoing_requests: int | None = Field(default=None, ge=1)
+    """Of one ingress replica; by default more than the whole pool takes, so that Serve never
+    throttles the batch."""
 
 
 class ServiceConfig(Section):
-    """Everything a service is started with; the `args` of a Serve config file."""
+    """Everything a service is started with; the `args` of a Serve config file. The keys of the
+    scheduler section alone are a whole tree, too: the guide's file has no others.
+    """
 
     model: ModelConfig = ModelConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -177,6 +184,23 @@ class ServiceConfig(Section):
     execution: ExecutionConfig = ExecutionConfig()
     pool: PoolConfig = PoolConfig()
     ingress: IngressConfig = IngressConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _scheduler_keys_alone(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data and set(data) <= set(SchedulerConfig.model_fields):
+            return {"scheduler": data}
+        return data
+
+    @property
+    def max_ingress_requests(self) -> int:
+        """Requests one ingress replica may hold: all that the pool takes and a few more, so that
+        it is the engine that says when it is full.
+        """
+        if self.ingress.max_ongoing_requests is not None:
+            return self.ingress.max_ongoing_requests
+        taken = self.scheduler.max_num_seqs + self.scheduler.max_num_waiting
+        return self.pool.num_replicas * taken + INGRESS_HEADROOM
 
 
 def _explain(error: ValidationError, where: str) -> ConfigError:
@@ -200,8 +224,6 @@ def parse_service_config(data: Any, where: str = "config") -> ServiceConfig:
         raise ConfigError(
             f"{where}: must be a mapping of keys to values, got {type(data).__name__}"
         )
-    if data and set(data) <= set(SchedulerConfig.model_fields):
-        data = {"scheduler": data}
     try:
         return ServiceConfig.model_validate(dict(data))
     except ValidationError as error:

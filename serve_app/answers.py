@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from deployments.protocol import TokenLogprobs
 from serve_app.errors import from_info
 from serve_app.streaming import TextDelta, TokenText
 from serve_app.tokenization import Tokenizer
@@ -88,6 +89,12 @@ def _with_usage(body: Json, head: AnswerHead) -> Json:
     return body | {"usage": None} if head.includes_usage else body
 
 
+def _with_sampled(logprobs: TokenLogprobs) -> tuple[tuple[int, float], ...]:
+    sampled = (logprobs.token_id, logprobs.logprob)
+    is_missing = logprobs.token_id not in dict(logprobs.top)
+    return (*logprobs.top, sampled) if logprobs.top and is_missing else logprobs.top
+
+
 class CompletionShape:
     """/v1/completions.
 
@@ -133,7 +140,11 @@ class CompletionShape:
             "tokens": [name(row.logprobs.token_id) for row in rows],
             "token_logprobs": [_finite(row.logprobs.logprob) for row in rows],
             "top_logprobs": [
-                {name(token_id): _finite(logprob) for token_id, logprob in row.logprobs.top}
+                # The sampled token is always among them, as with OpenAI.
+                {
+                    name(token_id): _finite(logprob)
+                    for token_id, logprob in _with_sampled(row.logprobs)
+                }
                 for row in rows
             ],
             "text_offset": [row.offset for row in rows],

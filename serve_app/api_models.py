@@ -41,6 +41,25 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": ((None, []), "are not served; leave them out"),
     "functions": ((None, []), "are not served; leave them out"),
     "response_format": ((None, {"type": "text"}), "other than text is not served; leave it out"),
+    "tool_choice": ((None, "none", "auto"), "needs tools, which are not served; leave it out"),
+    "truncate_prompt_tokens": ((None,), "is not served; shorten the prompt yourself"),
+    "include_stop_str_in_output": ((None, False), "is not served; append it yourself"),
+    "skip_special_tokens": ((None, True), "is always on; leave it out"),
+    "add_special_tokens": ((None, True), "is always on; leave it out, or send token ids"),
+    "continue_final_message": ((None, False), "is not served; leave it out"),
+    "chat_template_kwargs": ((None, {}), "are not served; leave them out"),
+    **{
+        name: ((None,), "is not served; leave it out")
+        for name in (
+            "prompt_logprobs",
+            "bad_words",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+        )
+    },
 }
 """field -> (values that change nothing, why others are refused)."""
 

@@ -25,7 +25,7 @@ def build_app(args: ServiceConfig) -> Application:
     deploy = serve.deployment(
         name="ingress",
         num_replicas=args.ingress.num_replicas,
-        max_ongoing_requests=args.ingress.max_ongoing_requests,
+        max_ongoing_requests=args.max_ingress_requests,
         ray_actor_options={"num_cpus": args.ingress.num_cpus},
         # A stream may last as long as its replica lets it.
         graceful_shutdown_timeout_s=args.pool.graceful_shutdown_timeout_s,

@@ -1,7 +1,7 @@
 """How this service cuts a prompt into chunks, and the answer of POST /chunk.
 
-Adapts the engine's chunk plan to text; the arithmetic is the engine's own, so what is shown is what
-runs.
+Adapts the engine's chunk plan to text; the arithmetic is the engine's own. What is shown is what
+runs for a prompt alone on an idle engine: cached prefixes and a step's budget make other cuts.
 """
 
 from __future__ import annotations

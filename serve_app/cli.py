@@ -11,11 +11,15 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deployments.config import ConfigError, ServiceConfig, load_service_config
 from deployments.protocol import RequestRefused, SamplingParams
+
+if TYPE_CHECKING:
+    from serve_app.streaming import TextDelta
 
 DEFAULT_CONFIG = Path("configs/local.yaml")
 EXAMPLES = """examples:
@@ -98,7 +102,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         local.close()
 
 
-async def _print_answer(deltas) -> int:  # type: ignore[no-untyped-def]
+async def _print_answer(deltas: AsyncGenerator[TextDelta, None]) -> int:
     async for delta in deltas:
         print(delta.text, end="", flush=True)
         if delta.error is not None:
@@ -154,22 +158,30 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "serve", help="check a config file, then serve it on this machine with Ray's fast settings"
     )
-    parser.add_argument("config", nargs="?", type=Path, default=DEFAULT_CONFIG)
+    parser.add_argument(
+        "config", nargs="?", type=Path, help="by default configs/local.yaml if it is there"
+    )
+    parser.add_argument(
+        "--model", help="instead of the file's: hub id, local path, or package:NAME/FILE"
+    )
     parser.add_argument("--host", help="instead of the file's")
     parser.add_argument("--port", type=int, help="instead of the file's")
     parser.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    status = _check(arguments)
-    if status:
+    if arguments.config is None and DEFAULT_CONFIG.exists():
+        arguments.config = DEFAULT_CONFIG
+    if arguments.config is not None and (status := _check(arguments)):
         return status
     from deployments.execution.model_source import resolve_model_dir
     from serve_app.launch import LaunchFailed, LocalService, serve_config_for
 
     # Here rather than in a replica: the one-time conversion shows its progress on this console.
-    resolve_model_dir(load_service_config(arguments.config).model)
-    config = serve_config_for(arguments.config, arguments.host, arguments.port)
+    resolve_model_dir(_config_of(arguments).model)
+    config = serve_config_for(
+        arguments.config, arguments.model, {"host": arguments.host, "port": arguments.port}
+    )
     try:
         return LocalService(config).run()
     except LaunchFailed as error:

@@ -1,4 +1,4 @@
-"""The HTTP routes over a backend: parse -> prepare -> route -> stream. No logic of its own.
+"""The HTTP routes over a backend: parse -> prepare -> route -> stream.
 
 `make_api` is free of Ray, so the same application runs in tests, under uvicorn and as a Serve
 deployment. Every request's generator is closed explicitly whichever way it ends: finished, failed,
@@ -164,7 +164,8 @@ class Frontend:
     ) -> AsyncGenerator[TextDelta, None]:
         tokens = self.backend.generate(prepared.generate)
         detokenizer = IncrementalDetokenizer(model.tokenizer, prepared.generate.prompt_token_ids)
-        return TextStream(tokens, detokenizer, prepared.stops).deltas()
+        min_tokens = prepared.generate.sampling_params.min_tokens
+        return TextStream(tokens, detokenizer, prepared.stops, min_tokens).deltas()
 
 
 def _raise_error(delta: TextDelta) -> None:

@@ -24,10 +24,11 @@ from typing import Any
 
 import yaml
 
-from deployments.config import read_yaml
+from deployments.config import parse_service_config, read_yaml
 from serve_app.serve_config_check import IMPORT_PATH
 
 POLL_S = 0.5
+NOTICE_S = 60.0
 DEFAULT_APPLICATION = {"name": "chunkserve", "route_prefix": "/", "import_path": IMPORT_PATH}
 
 
@@ -71,24 +72,38 @@ def fast_settings(folder: Path) -> dict[str, str]:
     }
 
 
-def serve_config_for(path: Path, host: str | None, port: int | None) -> dict[str, Any]:
-    """The data of a Serve config: the file's own, or one around a bare service tree, with the
-    address replaced where one is given.
+def serve_config_for(
+    path: Path | None, model: str | None, address: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The data of a Serve config: the file's own, or one around a bare service tree.
+
+    Args:
+        path: None is a file without settings.
+        model: replaces the source of every application's model.
+        address: `host` and `port` replace the file's where they are not None.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    data = read_yaml(path)
+    data = {} if path is None else read_yaml(path)
     if not (isinstance(data, Mapping) and "applications" in data):
-        data = {"applications": [{**DEFAULT_APPLICATION, "args": data}]}
-    given = {"host": host, "port": port}
+        data = {"applications": [{**DEFAULT_APPLICATION, "args": data or {}}]}
+    if model is not None:
+        data = {**data, "applications": [_with_model(a, model) for a in data["applications"]]}
     http = {
         "host": "127.0.0.1",
         "port": 8000,
         **(data.get("http_options") or {}),
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in address.items() if value is not None},
     }
     return {"proxy_location": "HeadOnly", **data, "http_options": http}
+
+
+def _with_model(application: Mapping[str, Any], source: str) -> dict[str, Any]:
+    args = parse_service_config(application.get("args"))
+    model = args.model.model_copy(update={"source": source, "served_name": None})
+    tree = args.model_copy(update={"model": model})
+    return {**application, "args": tree.model_dump(mode="json", exclude_unset=True)}
 
 
 def _check_port(host: str, port: int) -> None:
@@ -112,6 +127,7 @@ class LocalService:
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
         self._num_signals = 0
+        self._next_notice_s = time.monotonic() + NOTICE_S
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
@@ -138,7 +154,7 @@ class LocalService:
     def _run_in(self, folder: Path) -> int:
         import ray
 
-        ray.init(namespace="serve", log_to_driver=False)
+        ray.init(address="local", namespace="serve", log_to_driver=False)
         # Once more: Ray has put a handler of its own there, which aborts on SIGTERM.
         self._watch_signals()
         try:
@@ -185,10 +201,21 @@ class LocalService:
             failed = [s for s in states.values() if s.status.name == "DEPLOY_FAILED"]
             if failed:
                 raise LaunchFailed(failed[0].message)
+            self._tell_what_is_missing(states)
             if states and all(s.status.name == "RUNNING" for s in states.values()):
                 print(f"ready: {self.url}/v1", flush=True)
                 return
             time.sleep(POLL_S)
+
+    def _tell_what_is_missing(self, states: Mapping[str, Any]) -> None:
+        """Once in a while, for a start that takes long: a download, or resources nobody has."""
+        if time.monotonic() < self._next_notice_s:
+            return
+        self._next_notice_s = time.monotonic() + NOTICE_S
+        for name, state in states.items():
+            for deployment, detail in state.deployments.items():
+                text = f"still starting: {name}/{deployment} {detail.status.name} {detail.message}"
+                print(text.rstrip(), file=sys.stderr, flush=True)
 
     def _wait_for_signal(self) -> None:
         while self._num_signals == 0:
@@ -200,8 +227,8 @@ class LocalService:
         from ray import serve
 
         print("draining: no new requests, running ones go on", file=sys.stderr, flush=True)
-        for name in list(serve.status().applications):
-            serve.delete(name)
+        for application in self._config["applications"]:
+            serve.delete(application.get("name", "default"))
 
     def _end_child(self) -> None:
         if self._child is None or self._child.poll() is not None:

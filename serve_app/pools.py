@@ -41,6 +41,12 @@ def _failed(request: GenerateRequest, kind: ErrorKind, message: str) -> TokenChu
     )
 
 
+def _is_elsewhere_better(chunk: TokenChunk, num_retries: int) -> bool:
+    """Whether a first chunk says that this replica serves nobody, and another may be asked."""
+    gone = chunk.error is not None and chunk.error.kind is ErrorKind.UNAVAILABLE
+    return gone and num_retries < MAX_RETRIES
+
+
 class RayBackend:
     """The replicas behind a handle. See `ingress.Backend`.
 
@@ -91,9 +97,12 @@ class RayBackend:
             try:
                 async with aclosing(self._stream(request)) as chunks:
                     async for chunk in chunks:
+                        if not has_begun and _is_elsewhere_better(chunk, num_retries):
+                            break
                         has_begun = True
                         yield chunk
-                return
+                    else:
+                        return
             except RayActorError as error:
                 # Once a token has left, another replica could not go on from it; before, nobody saw
                 # anything.

@@ -121,6 +121,7 @@ class TextStream:
             leaves, which aborts the request.
         detokenizer: primed with the prompt.
         stops: strings that end the text.
+        min_tokens: so many tokens are out before a stop string is looked for.
     """
 
     def __init__(
@@ -128,7 +129,9 @@ class TextStream:
         tokens: AsyncGenerator[TokenChunk, None],
         detokenizer: IncrementalDetokenizer,
         stops: Sequence[str] = (),
+        min_tokens: int = 0,
     ) -> None:
+        self._min_tokens = min_tokens
         self._source = tokens
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops)
@@ -183,7 +186,7 @@ class TextStream:
         shown = [] if ends_it else chunk.token_ids[index : index + 1]
         text = self._detokenizer.push(shown)
         self._num_chars += len(text)
-        return self._matcher.push(text)
+        return text if self._num_tokens <= self._min_tokens else self._matcher.push(text)
 
     def _finish(self, text: str, reason: FinishReason) -> TextDelta:
         text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()

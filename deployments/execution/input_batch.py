@@ -3,7 +3,7 @@
     scheduled       decode A | decode B | chunk of C (3 tokens)
     input_ids        a9      |  b4      |  c5 c6 c7              [num_tokens]
     positions         9      |   4      |   5  6  7              [num_tokens]
-    query_start_loc  0          1          2            5        [num_requests + 1]
+    row.start         0      |   1      |  2
     logits_indices   0          1                    4           [num_samples]; none if C goes on
 
 Rows of one token come first, so that a backend can take them as one batch.

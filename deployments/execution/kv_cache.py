@@ -16,6 +16,7 @@ zeros.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ import torch
 from torch import Tensor
 
 from deployments.config import CacheConfig, SchedulerConfig
+
+logger = logging.getLogger(__name__)
 
 CPU_DEFAULT_MAX_GB = 4.0
 """Of the KV cache on a CPU, unless cache.max_gb says otherwise."""
@@ -136,6 +139,13 @@ def _read_int(path: Path) -> int | None:
         return None
 
 
+def _num_reclaimable(root: Path) -> int:
+    """Bytes of page cache that count as used in a cgroup, but are given up on demand."""
+    path = root / "sys/fs/cgroup/memory.stat"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+
+
 def num_free_cpu_bytes(root: Path = Path("/")) -> int:
     """Memory that this process may still take: what the machine has, or its cgroup leaves if
     that is less.
@@ -145,7 +155,7 @@ def num_free_cpu_bytes(root: Path = Path("/")) -> int:
     limit = _read_int(root / "sys/fs/cgroup/memory.max")
     used = _read_int(root / "sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
-        available = min(available, limit - used)
+        available = min(available, limit - used + _num_reclaimable(root))
     return max(0, available)
 
 
@@ -177,6 +187,13 @@ def num_blocks_that_fit(
         OutOfMemory: fewer than two blocks fit.
     """
     if cache.num_blocks is not None:
+        if cache.num_blocks * block_bytes > num_free:
+            logger.warning(
+                "cache.num_blocks asks for %.1f GB of the %.1f GB that are free; lower it, or the "
+                "process may be killed once the cache fills",
+                cache.num_blocks * block_bytes / _GB,
+                num_free / _GB,
+            )
         return cache.num_blocks
     room = num_free - scheduler.gpu_mem_reserve_gb * _GB
     max_gb = cache.max_gb if cache.max_gb is not None else default_max_gb

@@ -15,6 +15,7 @@ wrong, so they are refused by name:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,35 +134,33 @@ def _spec_of(call: AttentionCall) -> LayerSpec:
     )
 
 
-def check_against_eager(
+@dataclass(frozen=True, slots=True)
+class EagerAnswers:
+    """What a model says by its own attention: prompts and their last logits."""
+
+    prompts: tuple[list[int], ...]
+    logits: Tensor
+    """[num_prompts, vocab_size], fp32"""
+
+
+def eager_answers(
     model: PreTrainedModel,
     attention: RaggedAttention,
-    backend: AttentionBackend[Any],
     specs: Sequence[LayerSpec],
-    *,
-    block_size: int,
     max_model_len: int,
-) -> None:
-    """Compare logits of two random sequences, packed and in chunks, with the model's own attention.
-
-    Logits, not tokens: a wrong model may still choose the same token by luck.
-
-    Raises:
-        UnsupportedModel: they differ by more than rounding.
-    """
+) -> EagerAnswers:
+    """Ask a model by its own attention, about two random prompts, one longer than any window."""
     windows = [spec.window for spec in specs if spec.window is not None]
-    longest = min(
-        max([24, *(window + 8 for window in windows)]), MAX_CHECKED_TOKENS, max_model_len - 1
-    )
+    longest = min(max([24, *(w + 8 for w in windows)]), MAX_CHECKED_TOKENS, max_model_len - 1)
     longest = max(longest, _LEAST_CHECKED_TOKENS)
     vocab_size = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    prompts = [
+    prompts = tuple(
         torch.randint(1, vocab_size, (length,), generator=generator).tolist()
-        for length in (longest, max(2, longest // 2))
-    ]
+        for length in (longest, max(_LEAST_CHECKED_TOKENS, longest // 2))
+    )
     with attention.own_attention("eager"), torch.inference_mode():
-        expected = [
+        logits = [
             model(
                 input_ids=torch.tensor([ids], device=model.device),
                 use_cache=False,
@@ -169,8 +168,26 @@ def check_against_eager(
             ).logits[0, -1]
             for ids in prompts
         ]
-    packed = _packed_logits(model, attention, backend, specs, prompts, block_size)
-    want, got = torch.stack(expected).float(), torch.stack(packed).float()
+    return EagerAnswers(prompts, torch.stack(logits).float())
+
+
+def check_against_eager(
+    model: PreTrainedModel,
+    attention: RaggedAttention,
+    backend: AttentionBackend[Any],
+    specs: Sequence[LayerSpec],
+    answers: EagerAnswers,
+    block_size: int,
+) -> None:
+    """Compare the model's own answers with those of packed sequences, in chunks, over pages.
+
+    Logits, not tokens: a wrong model may still choose the same token by luck.
+
+    Raises:
+        UnsupportedModel: they differ by more than rounding.
+    """
+    want = answers.logits
+    got = _packed_logits(model, attention, backend, specs, answers.prompts, block_size).float()
     spread = float(want.std(dim=-1).max())
     # A tensor's max keeps a NaN, so that it is refused too.
     worst = float((got - want).abs().mean(dim=-1).max())
@@ -193,33 +210,26 @@ def _packed_logits(
     specs: Sequence[LayerSpec],
     prompts: Sequence[list[int]],
     block_size: int,
-) -> list[Tensor]:
-    """[vocab_size] last logits of each prompt: its first third, then all but one token, then the
-    last as a decode.
+) -> Tensor:
+    """[num_prompts, vocab_size] last logits, each prompt in three pieces: a third, the rest but
+    one token, and that one as a decode.
     """
-    blocks = [-(-len(ids) // block_size) for ids in prompts]
-    cache = PagedKVCache(specs, 1 + sum(blocks), block_size, model.dtype, model.device)
+    num_blocks = [-(-len(ids) // block_size) for ids in prompts]
+    cache = PagedKVCache(specs, 1 + sum(num_blocks), block_size, model.dtype, model.device)
     forward = PackedForward(model, attention, backend, specs, cache)
     # Tables run backwards, so that reading pages in the pool's order would be noticed.
-    free = iter(range(sum(blocks), 0, -1))
-    tables = [[next(free) for _ in range(count)] for count in blocks]
+    free = iter(range(sum(num_blocks), 0, -1))
+    tables = [[next(free) for _ in range(count)] for count in num_blocks]
     requests = [_check_request(index, ids) for index, ids in enumerate(prompts)]
-    logits: list[Tensor] = []
+    cuts = [(0, len(ids) // 3, len(ids) - 1, len(ids)) for ids in prompts]
     with torch.inference_mode():
-        for start, end in ((0, 3), (3, -1), (-1, None)):
-            rows = []
-            for request, table in zip(requests, tables, strict=True):
-                bounds = _bounds(request.num_tokens, start, end)
-                rows.append(_check_row(request, table, *bounds))
-            logits = list(forward.run(rows).logits)
-    return logits
-
-
-def _bounds(num_tokens: int, start: int, end: int | None) -> tuple[int, int]:
-    """Piece boundaries: 3 stands for a third, -1 for all but the last token, None for the end."""
-    third = max(1, (num_tokens - 1) // 3)
-    places = {0: 0, 3: min(third, num_tokens - 2), -1: num_tokens - 1, None: num_tokens}
-    return places[start], places[end]
+        for piece in range(3):
+            rows = [
+                _check_row(request, table, cut[piece], cut[piece + 1])
+                for request, table, cut in zip(requests, tables, cuts, strict=True)
+            ]
+            packed = forward.run(rows)
+    return packed.logits
 
 
 def _check_request(index: int, token_ids: list[int]) -> Request:

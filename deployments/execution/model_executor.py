@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,12 +19,18 @@ from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.attention.reference import ReferenceAttention
 from deployments.execution.kv_cache import (
     CPU_DEFAULT_MAX_GB,
+    LayerSpec,
     PagedKVCache,
     num_block_bytes,
     num_blocks_that_fit,
     num_free_bytes,
 )
-from deployments.execution.load_gate import check_against_eager, probe_layers
+from deployments.execution.load_gate import (
+    UnsupportedModel,
+    check_against_eager,
+    eager_answers,
+    probe_layers,
+)
 from deployments.execution.model_loader import LoadedModel, default_num_threads, load_model
 from deployments.execution.packed_forward import PackedForward
 from deployments.execution.prepack import prepack_linears
@@ -34,15 +41,25 @@ logger = logging.getLogger(__name__)
 
 
 def choose_backend(
-    execution: ExecutionConfig, dtype: torch.dtype, device: torch.device
+    execution: ExecutionConfig,
+    specs: Sequence[LayerSpec],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> AttentionBackend[Any]:
-    """The configured attention backend; auto takes cpu_sdpa on a CPU and the reference
-    elsewhere.
+    """The configured attention backend; auto takes cpu_sdpa.
+
+    Raises:
+        UnsupportedModel: it cannot run one of the layers.
     """
-    name = execution.attention_backend
-    if name == "cpu_sdpa" or (name == "auto" and device.type == "cpu"):
-        return CpuSdpaAttention(dtype)
-    return ReferenceAttention()
+    backend: AttentionBackend[Any]
+    if execution.attention_backend == "reference":
+        backend = ReferenceAttention()
+    else:
+        backend = CpuSdpaAttention(dtype, device)
+    for spec in specs:
+        if not backend.supports(spec):
+            raise UnsupportedModel(f"attention backend {backend.name!r} cannot run {spec}")
+    return backend
 
 
 class ModelExecutor:
@@ -72,17 +89,12 @@ class ModelExecutor:
         device, dtype = model.device, model.dtype
         block_size = config.cache.block_size
         specs = probe_layers(model, self._attention)
-        backend = choose_backend(config.execution, dtype, device)
-        check_against_eager(
-            model,
-            self._attention,
-            backend,
-            specs,
-            block_size=block_size,
-            max_model_len=loaded.max_model_len,
-        )
+        backend = choose_backend(config.execution, specs, dtype, device)
+        answers = eager_answers(model, self._attention, specs, loaded.max_model_len)
+        # In between, so that the prepacked weights are checked as well.
         if device.type == "cpu" and config.execution.prepack_weights:
             prepack_linears(model, num_free_bytes(device))
+        check_against_eager(model, self._attention, backend, specs, answers, block_size)
         num_blocks = num_blocks_that_fit(
             num_free_bytes(device),
             num_block_bytes(specs, block_size, dtype),

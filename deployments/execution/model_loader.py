@@ -62,9 +62,17 @@ def choose_dtype(
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 
-def default_num_threads() -> int:
-    """One less than the cores this process may use, at least 1: the ingress needs the other."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+def default_num_threads(root: Path = Path("/")) -> int:
+    """One less than the cores this process may use, at least 1: the ingress needs the other. A
+    container's quota counts as well, since threads beyond it only stall each other.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    quota = root / "sys/fs/cgroup/cpu.max"
+    if quota.exists():
+        allowed_us, _, period_us = quota.read_text().partition(" ")
+        if allowed_us != "max":
+            num_cores = min(num_cores, int(allowed_us) // int(period_us))
+    return max(1, num_cores - 1)
 
 
 def load_model(config: ModelConfig, execution: ExecutionConfig) -> LoadedModel:

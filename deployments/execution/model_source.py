@@ -21,7 +21,7 @@ from deployments.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 """Part of the cache's key; raise it when a conversion gives other files than before."""
 PACKAGE_PREFIX = "package:"
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
@@ -38,7 +38,8 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "config.json",
 )
-_SAMPLE_BYTES = 1 << 20
+NUM_SAMPLES = 256
+SAMPLE_BYTES = 1 << 16
 
 
 class ModelSourceError(RuntimeError):
@@ -81,9 +82,29 @@ def cache_root(config: ModelConfig) -> Path:
 
 
 def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """The files a tokenizer is loaded from, by name."""
+    """The files a tokenizer is loaded from, by name; tokenizer.json is made where it is missing.
+
+    Raises:
+        ModelSourceError: the directory holds no tokenizer that can be made into one.
+    """
     present = (directory / name for name in TOKENIZER_FILES)
-    return {path.name: path.read_bytes() for path in present if path.exists()}
+    files = {path.name: path.read_bytes() for path in present if path.exists()}
+    if "tokenizer.json" not in files:
+        files["tokenizer.json"] = _made_tokenizer_json(directory)
+    return files
+
+
+def _made_tokenizer_json(directory: Path) -> bytes:
+    from transformers import AutoTokenizer
+
+    try:
+        made: str = AutoTokenizer.from_pretrained(directory).backend_tokenizer.to_str()
+    except Exception as error:  # each kind of tokenizer fails in its own way
+        raise ModelSourceError(
+            f"{directory} has no tokenizer.json, and none can be made of its tokenizer "
+            f"({type(error).__name__}: {error}); add the file"
+        ) from error
+    return made.encode()
 
 
 def _looks_like_path(source: str) -> bool:
@@ -123,9 +144,13 @@ def _download(config: ModelConfig) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
+        found = Path(
             snapshot_download(
-                config.source, revision=config.revision, allow_patterns=list(HUB_FILES)
+                config.source,
+                revision=config.revision,
+                allow_patterns=list(HUB_FILES),
+                # The same weights once more, in a form that transformers does not read.
+                ignore_patterns=["consolidated*"],
             )
         )
     except Exception as error:  # the hub client has a dozen ways to say no
@@ -134,18 +159,19 @@ def _download(config: ModelConfig) -> Path:
             f"({type(error).__name__}: {error}). Check the name and the network, "
             "or give a local path"
         ) from error
+    return _checked_dir(found)
 
 
 def _fingerprint(path: Path) -> str:
-    """Tells two model files apart without reading gigabytes: size, first and last megabyte. Not by
-    time, or installing a package again would convert its model again.
+    """Tells two model files apart without reading gigabytes: size and samples all along the file.
+    Not by time, or installing a package again would convert its model again.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(f"{CONVERTER_VERSION} {size}".encode())
     with path.open("rb") as file:
-        digest.update(file.read(_SAMPLE_BYTES))
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(file.read(_SAMPLE_BYTES))
+        for index in range(NUM_SAMPLES + 1):
+            file.seek(min(size * index // NUM_SAMPLES, max(0, size - SAMPLE_BYTES)))
+            digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 

@@ -25,7 +25,11 @@ def multiplies_bfloat16() -> bool:
     """Whether this CPU's matrix kernels take bfloat16; without them it is several times slower than
     float32.
     """
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())
 
 
 class PrepackedLinear(nn.Module):
@@ -74,6 +78,8 @@ def prepack_linears(model: nn.Module, num_free_bytes: int) -> int:
     """
     found = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
     if not found or found[0][1].weight.dtype not in (torch.float32, torch.bfloat16):
+        return 0
+    if not _has_onednn():
         return 0
     dtype, keeps_weight = _packed_form(found[0][1].weight.dtype)
     num_bytes = sum(layer.weight.numel() for _, layer in found) * dtype.itemsize

@@ -91,10 +91,13 @@ def _needs_whole_row(params: SamplingParams, covered: float, last_share: float) 
     """Whether a token outside the candidates may be drawn, which hold the share `covered` of the
     row.
     """
-    if 0 < params.top_k <= NUM_CANDIDATES or last_share < params.min_p:
+    if 0 < params.top_k <= NUM_CANDIDATES:
         return False
-    # top_p of what a large top_k leaves cannot be told from the candidates alone.
-    return params.top_k > 0 or covered < params.top_p
+    may_be_kept = last_share >= params.min_p
+    if params.top_k > 0:
+        # top_p of what a large top_k leaves cannot be told from the candidates alone.
+        return may_be_kept or params.top_p < 1.0
+    return may_be_kept and covered < params.top_p
 
 
 def _draw_among(

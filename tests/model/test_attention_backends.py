@@ -19,7 +19,7 @@ from deployments.execution.kv_cache import LayerCache
 
 BACKENDS = {
     "reference": lambda dtype: ReferenceAttention(),
-    "cpu_sdpa": CpuSdpaAttention,
+    "cpu_sdpa": lambda dtype: CpuSdpaAttention(dtype, torch.device("cpu")),
 }
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
 

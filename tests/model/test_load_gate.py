@@ -118,7 +118,7 @@ class _WrongBackend(CpuSdpaAttention):
     """Attends after `spoil` has changed what the model asked for."""
 
     def __init__(self, dtype: torch.dtype, spoil: Callable[[AttentionCall], AttentionCall]) -> None:
-        super().__init__(dtype)
+        super().__init__(dtype, torch.device("cpu"))
         self._spoil = spoil
 
     def plan(self, batch, windows):
@@ -149,7 +149,7 @@ def test_the_self_check_catches_attention_that_is_silently_wrong(
     family, spoil = fault
     monkeypatch.setattr(
         "deployments.execution.model_executor.choose_backend",
-        lambda execution, dtype, device: _WrongBackend(dtype, spoil),
+        lambda execution, specs, dtype, device: _WrongBackend(dtype, spoil),
     )
     with pytest.raises(UnsupportedModel, match="packed logits differ"):
         make_executor(make_model(family, dtype))
@@ -170,7 +170,7 @@ def test_the_self_check_refuses_logits_that_are_not_numbers(
 
         monkeypatch.setattr(
             "deployments.execution.model_executor.choose_backend",
-            lambda execution, dtype, device, backend=NanBackend: backend(dtype),
+            lambda execution, specs, dtype, device, backend=NanBackend: backend(dtype, device),
         )
         with pytest.raises(UnsupportedModel, match="differ from its own by nan"):
             make_executor(make_model("llama"))
@@ -184,7 +184,7 @@ def test_the_self_check_sees_a_window_that_is_off_by_one(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(
         "deployments.execution.model_executor.choose_backend",
-        lambda execution, dtype, device: _WrongBackend(dtype, spoil),
+        lambda execution, specs, dtype, device: _WrongBackend(dtype, spoil),
     )
     with pytest.raises(UnsupportedModel, match="packed logits differ"):
         make_executor(make_model("mistral"))
@@ -279,7 +279,9 @@ def test_a_refused_model_is_its_own_again(monkeypatch: pytest.MonkeyPatch) -> No
     before = Oracle(model).answer(make_prompt(30), 3)
     monkeypatch.setattr(
         "deployments.execution.model_executor.choose_backend",
-        lambda execution, dtype, device: _WrongBackend(dtype, lambda c: replace(c, window=None)),
+        lambda execution, specs, dtype, device: _WrongBackend(
+            dtype, lambda c: replace(c, window=None)
+        ),
     )
     with pytest.raises(UnsupportedModel):
         make_executor(model)
@@ -355,6 +357,9 @@ def test_free_memory_is_the_lesser_of_machine_and_cgroup(tmp_path) -> None:
     assert num_free_cpu_bytes(tmp_path) == 1000
     (cgroup / "memory.max").write_text("4000\n")
     assert num_free_cpu_bytes(tmp_path) == 0
+    # Page cache counts as used, but is given up on demand.
+    (cgroup / "memory.stat").write_text("anon 10\ninactive_file 3000\nactive_file 7\n")
+    assert num_free_cpu_bytes(tmp_path) == 2000
 
 
 def test_threads_default_to_one_less_than_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,6 +367,16 @@ def test_threads_default_to_one_less_than_the_cores(monkeypatch: pytest.MonkeyPa
     for cores, want in ((1, 1), (2, 1), (8, 7)):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, n=cores: set(range(n)))
         assert default_num_threads() == want
+
+
+def test_threads_keep_to_the_quota_of_a_container(tmp_path, monkeypatch) -> None:
+    """A pod with two CPUs on a node of 64 would start 63 threads, which stall each other."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    quota = tmp_path / "sys/fs/cgroup/cpu.max"
+    quota.parent.mkdir(parents=True)
+    for text, want in (("200000 100000", 1), ("800000 100000", 7), ("max 100000", 63)):
+        quota.write_text(text + "\n")
+        assert default_num_threads(tmp_path) == want
 
 
 # --- the forward ---------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ def model_dir(tmp_path: Path) -> Path:
     """A tiny llama on disk."""
     path = tmp_path / "tiny-llama"
     make_model("llama").save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
     return path
 
 
@@ -306,3 +307,20 @@ def test_the_packaged_model_is_converted_at_most_once(monkeypatch: pytest.Monkey
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in first.iterdir()
     }
+
+
+def test_a_directory_without_a_tokenizer_is_refused_at_the_start(model_dir: Path) -> None:
+    """A model without tokenizer.json deploys, is healthy, and answers 500 to everything."""
+    (model_dir / "tokenizer.json").unlink()
+    with pytest.raises(ModelSourceError, match="no tokenizer.json"):
+        load_model(ModelConfig(source=str(model_dir)), ExecutionConfig())
+
+
+def test_files_that_differ_in_the_middle_alone_are_two_models(tmp_path: Path) -> None:
+    """A fine-tune of the same size and header is served by the conversion of its base model."""
+    size = model_source.NUM_SAMPLES * model_source.SAMPLE_BYTES
+    base, tuned = tmp_path / "base.gguf", tmp_path / "tuned.gguf"
+    base.write_bytes(bytes(size))
+    tuned.write_bytes(bytes(size // 2) + b"x" + bytes(size - size // 2 - 1))
+    assert model_source._fingerprint(base) != model_source._fingerprint(tuned)
+    assert model_source._fingerprint(base) == model_source._fingerprint(base)

@@ -71,6 +71,7 @@ TRUNCATIONS = [
     {"min_p": 1e-6},
     {"top_k": 300, "top_p": 0.7},
     {"top_k": 9, "top_p": 0.6, "min_p": 0.05},
+    {"top_k": 1000, "top_p": 0.8, "min_p": 0.1},
     {"top_p": 0.9, "min_p": 0.01},
     {"top_p": 0.99, "min_p": 1e-4},
 ]

@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.protocol import (
+    ErrorInfo,
     ErrorKind,
     FinishReason,
     GenerateRequest,
@@ -163,3 +164,15 @@ def test_a_remote_trace_stays_in_the_log() -> None:
     backend = RayBackend(FakeHandle(answers=[failure]))  # type: ignore[arg-type]
     with pytest.raises(BackendUnavailable, match="^engine died$"):
         asyncio.run(backend.check_health())
+
+
+def test_a_replica_that_says_it_serves_nobody_is_passed_over() -> None:
+    """A dead engine has the shortest queue, so it draws all traffic and refuses it."""
+    gone = TokenChunk(
+        "a", finish_reason=FinishReason.ERROR, error=ErrorInfo(ErrorKind.UNAVAILABLE, "stopped")
+    )
+    handle = FakeHandle([gone], [TOKEN, END])
+    assert read(handle) == [TOKEN, END]
+    everywhere = FakeHandle([gone], [gone], [gone])
+    assert read(everywhere) == [gone]
+    assert everywhere.num_calls == 3

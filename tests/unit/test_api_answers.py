@@ -170,6 +170,17 @@ def test_the_token_that_ends_a_text_is_none_of_it() -> None:
     assert answer["usage"]["completion_tokens"] == 2
 
 
+def test_a_stop_string_waits_for_min_tokens() -> None:
+    """A stop string ends an answer that is to have at least so many tokens."""
+    script = one_by_one("a.b.c.")
+    body = {"prompt": "hello", "stop": ".", "max_tokens": 9}
+    answers = [
+        post(ScriptedBackend(script), "/v1/completions", **body, min_tokens=least)
+        for least in (0, 2, 3)
+    ]
+    assert [answer["choices"][0]["text"] for answer in answers] == ["a", "a.b", "a.b"]
+
+
 def test_a_special_token_as_stop_string_becomes_a_stop_token() -> None:
     """A stop string that is a special token never matches, because special tokens show no text."""
     backend = ScriptedBackend(one_by_one("hi"))
@@ -195,7 +206,10 @@ def test_completion_logprobs_have_one_entry_a_token() -> None:
     whole = post(ScriptedBackend(script), "/v1/completions", **body)["choices"][0]["logprobs"]
     assert whole["tokens"] == ["bytes:\\xe5", "bytes:\\xae", "bytes:\\xa2", "!", "<|im_end|>"]
     assert whole["token_logprobs"] == [-0.5] * 5
-    assert [sorted(top.values()) for top in whole["top_logprobs"]] == [[-9999.0] * 2] * 5
+    # Two alternatives, and always the sampled token.
+    for token, top in zip(whole["tokens"], whole["top_logprobs"], strict=True):
+        assert token in top
+        assert sorted(top.values())[:2] == [-9999.0] * 2
     assert whole["text_offset"] == [0, 0, 0, 1, 2]
     events = post_stream(ScriptedBackend(script), "/v1/completions", **body)
     rows = [choice["logprobs"] for event in events[:-1] for choice in event["choices"]]

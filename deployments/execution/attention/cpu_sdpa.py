@@ -1,4 +1,4 @@
-"""Attention on a CPU through torch's scaled_dot_product_attention.
+"""Attention through torch's scaled_dot_product_attention, laid out for CPUs; it runs on any device.
 
 All rows of one query are one padded batch, in groups of like length; each prefill chunk is a call
 of its own. Slot tables and masks are built once a step for each distinct window and shared by all
@@ -66,8 +66,11 @@ class WindowPlan:
 CpuPlan = dict[int | None, WindowPlan]
 
 
-def _additive(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))
+def _additive(is_hidden: Tensor, like: Tensor) -> Tensor:
+    """-inf where hidden, else 0, in the dtype and on the device of `like`."""
+    return (
+        torch.zeros_like(is_hidden, dtype=like.dtype).masked_fill_(is_hidden, -torch.inf).to(like)
+    )
 
 
 class CpuSdpaAttention:
@@ -75,18 +78,19 @@ class CpuSdpaAttention:
 
     Args:
         dtype: of the model's queries, and so of the masks.
+        device: of the model; tables and masks are made on the CPU and moved there once a step.
     """
 
     name = "cpu_sdpa"
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._like = torch.empty(0, dtype=dtype, device=device)
 
     def supports(self, spec: LayerSpec) -> bool:
         return True
 
     def plan(self, batch: InputBatch, windows: Collection[int | None]) -> CpuPlan:
-        return {window: _plan_window(batch, window, self._dtype) for window in windows}
+        return {window: _plan_window(batch, window, self._like) for window in windows}
 
     def attend(self, call: AttentionCall, cache: LayerCache, plan: CpuPlan) -> Tensor:
         num_tokens, num_heads, _ = call.query.shape
@@ -104,14 +108,14 @@ class CpuSdpaAttention:
 # --- the plan of a step ---------------------------------------------------------------------------
 
 
-def _plan_window(batch: InputBatch, window: int | None, dtype: torch.dtype) -> WindowPlan:
+def _plan_window(batch: InputBatch, window: int | None, like: Tensor) -> WindowPlan:
     decodes = batch.rows[: batch.num_decodes]
     chunks = batch.rows[batch.num_decodes :]
     return WindowPlan(
         groups=tuple(
-            _plan_group(rows, window, batch.block_size, dtype) for rows in _alike(decodes, window)
+            _plan_group(rows, window, batch.block_size, like) for rows in _alike(decodes, window)
         ),
-        chunks=tuple(_plan_chunk(row, window, batch.block_size, dtype) for row in chunks),
+        chunks=tuple(_plan_chunk(row, window, batch.block_size, like) for row in chunks),
     )
 
 
@@ -140,7 +144,7 @@ def _alike(rows: Sequence[BatchRow], window: int | None) -> list[list[BatchRow]]
 
 
 def _plan_group(
-    rows: Sequence[BatchRow], window: int | None, block_size: int, dtype: torch.dtype
+    rows: Sequence[BatchRow], window: int | None, block_size: int, like: Tensor
 ) -> DecodeGroup:
     visible = torch.tensor([_num_visible(row, window) for row in rows])
     first = torch.tensor([row.num_keys for row in rows]) - visible
@@ -159,15 +163,13 @@ def _plan_group(
     is_run = starts == list(range(starts[0], starts[0] + len(starts)))
     return DecodeGroup(
         tokens=slice(starts[0], starts[0] + len(starts)) if is_run else torch.tensor(starts),
-        slots=slots.masked_fill_(is_padding, 0).flatten(),
-        mask=_additive(is_padding, dtype)[:, None, None, :],
+        slots=slots.masked_fill_(is_padding, 0).flatten().to(like.device),
+        mask=_additive(is_padding, like)[:, None, None, :],
         num_rows=len(rows),
     )
 
 
-def _plan_chunk(
-    row: BatchRow, window: int | None, block_size: int, dtype: torch.dtype
-) -> PrefillChunk:
+def _plan_chunk(row: BatchRow, window: int | None, block_size: int, like: Tensor) -> PrefillChunk:
     tokens = slice(row.start, row.start + row.num_queries)
     if row.num_context == 0 and (window is None or row.num_queries <= window):
         return PrefillChunk(tokens, None, None)
@@ -178,7 +180,7 @@ def _plan_chunk(
     if window is not None:
         is_hidden |= keys <= queries - window
     slots = torch.tensor(row.block_table)[keys // block_size] * block_size + keys % block_size
-    return PrefillChunk(tokens, slots, _additive(is_hidden, dtype))
+    return PrefillChunk(tokens, slots.to(like.device), _additive(is_hidden, like))
 
 
 # --- a layer --------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def _attend_chunk_explicitly(
     num_queries, num_keys = query.shape[1], keys.shape[1]
     if mask is None:
         is_hidden = torch.ones(num_queries, num_keys, dtype=torch.bool).triu(1)
-        mask = _additive(is_hidden, query.dtype)
+        mask = _additive(is_hidden, query)
     num_groups = query.shape[0] // keys.shape[0]
     sinks = None if call.sinks is None else call.sinks.view(-1, 1, 1)
     out = _attend_explicitly(

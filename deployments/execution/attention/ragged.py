@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,8 +20,6 @@ from deployments.execution.kv_cache import LayerCache, PagedKVCache
 
 LayerHandler = Callable[[int, AttentionCall], Tensor]
 """Takes a layer's index and its call; returns [num_tokens, num_heads, value_dim]."""
-
-_names = (f"chunkserve_ragged_{index}" for index in count())
 
 
 class NotInStep(RuntimeError):
@@ -40,7 +37,7 @@ class RaggedAttention:
         self._model = model
         self._own_implementation = model.config._attn_implementation
         self._handler: LayerHandler | None = None
-        self._name = next(_names)
+        self._name = f"chunkserve_ragged_{id(self)}"
         AttentionInterface.register(self._name, self)
         model.set_attn_implementation(self._name)
 

@@ -25,6 +25,7 @@ from deployments.engine.clock import WallClock
 from deployments.engine.engine import Engine
 from deployments.execution.model_executor import ModelExecutor
 from deployments.execution.model_source import resolve_model_dir
+from deployments.execution.prepack import multiplies_bfloat16
 from deployments.protocol import GenerateRequest, SamplingParams
 from loadtest.bench_scheduler import measure_scheduler
 
@@ -185,6 +186,7 @@ def run_bench(settings: BenchSettings) -> dict[str, Any]:
     return {
         "model": config.model.name,
         "dtype": str(executor.dtype).removeprefix("torch."),
+        "cpu_multiplies_bfloat16": multiplies_bfloat16(),
         "num_threads": torch.get_num_threads(),
         "prompt_tokens": NUM_PROMPT_TOKENS,
         "output_tokens": settings.num_output_tokens,

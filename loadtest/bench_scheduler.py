@@ -54,6 +54,7 @@ def measure_scheduler(num_running: int) -> dict[str, float]:
         if step.num_decode_tokens == num_running
     ]
     return {
+        "min": round(min(costs_ms), 3),
         "median": round(statistics.median(costs_ms), 3),
         "p99": round(sorted(costs_ms)[int(len(costs_ms) * 0.99)], 3),
         "us_per_running_request": round(statistics.median(costs_ms) * 1e3 / num_running, 2),

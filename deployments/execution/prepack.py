@@ -16,7 +16,6 @@ import logging
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +55,16 @@ class PrepackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
         if self.weight is not None and x.numel() == self.in_features:
-            return linear(x, self.weight, self.bias)
+            return self._one_row(x, self.weight)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x.to(self._packed_dtype), self._packed, self._packed_bias, "none", [], ""
         )
         return out.to(self._dtype)
+
+    def _one_row(self, x: Tensor, weight: Tensor) -> Tensor:
+        # A matrix-vector product, without what a matrix product of one row costs around it.
+        out = torch.mv(weight, x.view(-1))
+        return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], -1)
 
 
 def _packed_form(dtype: torch.dtype) -> tuple[torch.dtype, bool]:

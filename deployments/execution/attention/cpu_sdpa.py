@@ -39,8 +39,9 @@ class DecodeGroup:
     """Their places in the ragged row: a slice where they lie side by side, else [num_rows]."""
     slots: Tensor
     """[num_rows * num_keys], int64, flat slots of the visible keys, 0 for padding"""
-    mask: Tensor
-    """[num_rows, 1, 1, num_keys], added to the scores: -inf where a slot is padding"""
+    mask: Tensor | None
+    """[num_rows, 1, 1, num_keys], added to the scores: -inf where a slot is padding; None: none
+    is"""
     num_rows: int
 
 
@@ -164,7 +165,7 @@ def _plan_group(
     return DecodeGroup(
         tokens=slice(starts[0], starts[0] + len(starts)) if is_run else torch.tensor(starts),
         slots=slots.masked_fill_(is_padding, 0).flatten().to(like.device),
-        mask=_additive(is_padding, like)[:, None, None, :],
+        mask=_additive(is_padding, like)[:, None, None, :] if is_padding.any() else None,
         num_rows=len(rows),
     )
 
@@ -252,7 +253,7 @@ def _attend_explicitly(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:
     """Softmax attention over the last two dimensions, with softcap and with sinks that broadcast
@@ -261,7 +262,7 @@ def _attend_explicitly(
     scores = query @ keys.transpose(-1, -2) * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap
-    scores = (scores + mask).float()
+    scores = (scores if mask is None else scores + mask).float()
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().expand(*scores.shape[:-1], 1)], dim=-1)
     weights = torch.softmax(scores, dim=-1)

@@ -73,17 +73,18 @@ def _draw_truncated(scaled: Tensor, draws: Tensor, requests: Sequence[Request]) 
     """[num_rows] token ids; `scaled` [num_rows, vocab_size] has the temperature in it."""
     vocab_size = scaled.shape[1]
     num_candidates = min(NUM_CANDIDATES, vocab_size)
-    chosen = _draw_among(scaled, draws, requests, num_candidates)
+    top, token_ids = scaled.topk(num_candidates, dim=-1)
+    chosen = _draw_among(scaled, (top, token_ids), draws, requests)
     if num_candidates == vocab_size:
         return chosen
-    top = scaled.topk(num_candidates, dim=-1).values
     covered = (torch.logsumexp(top, dim=-1) - torch.logsumexp(scaled, dim=-1)).exp().tolist()
     # Of the last candidate, relative to the best: whatever follows has less.
     last_shares = (top[:, -1] - top[:, 0]).exp().tolist()
     for row, request in enumerate(requests):
         if _needs_whole_row(request.sampling_params, covered[row], last_shares[row]):
             one = slice(row, row + 1)
-            chosen[one] = _draw_among(scaled[one], draws[one], requests[one], vocab_size)
+            values, ids = scaled[one].sort(dim=-1, descending=True)
+            chosen[one] = _draw_among(scaled[one], (values, ids), draws[one], requests[one])
     return chosen
 
 
@@ -101,13 +102,15 @@ def _needs_whole_row(params: SamplingParams, covered: float, last_share: float) 
 
 
 def _draw_among(
-    scaled: Tensor, draws: Tensor, requests: Sequence[Request], num_candidates: int
+    scaled: Tensor, candidates: tuple[Tensor, Tensor], draws: Tensor, requests: Sequence[Request]
 ) -> Tensor:
-    """[num_rows] token ids out of each row's `num_candidates` largest."""
+    """[num_rows] token ids out of each row's `candidates`: its largest values, in order, and their
+    ids, both [num_rows, num_candidates].
+    """
     device = scaled.device
     params = [request.sampling_params for request in requests]
-    values, token_ids = scaled.topk(num_candidates, dim=-1)
-    rank = torch.arange(num_candidates, device=device)
+    values, token_ids = candidates
+    rank = torch.arange(values.shape[1], device=device)
     vocab_size = scaled.shape[1]
     # A top_k beyond the vocabulary is off, and may be too large for a tensor.
     top_k = torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=device)

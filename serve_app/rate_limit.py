@@ -28,7 +28,8 @@ LEASE_S = 0.2
 SHORTEST_WINDOW_S = 0.02
 """Demand is measured over at least so long, or two requests at once look like thousands."""
 DRY_S = 0.1
-"""After the lessor had nothing, it is not asked again for so long."""
+"""After the lessor had too little, it is not asked again for so long; or for half the time that the
+burst takes to fill, if that is less: permits above the burst would be lost."""
 RETRY_S = 1.0
 """Between two attempts to reach a lessor that is away."""
 
@@ -41,23 +42,26 @@ class LeaseUnavailable(Exception):
 class LeaseRequest:
     """An ingress asks for permits.
 
-    `wanted` is the demand of the next `LEASE_S`; less than `needed` is of no use to it. `balance`
-    is what it returns of earlier permits, or, below 0, what it used without a lease. `is_renewal`:
-    it has had leases of this limit before, so a lessor that knows nothing of them is a new one.
+    `wanted` is the demand of the next `LEASE_S`; less than `needed` is of no use to it. `held` are
+    leased permits that it still has, `used` all that it ever used, with a lease or without. From
+    these the lessor sees what came back and which of its answers were lost. `is_renewal`: it has
+    had leases of this limit before, so a lessor that knows nothing of them is a new one.
     """
 
     spec: BucketSpec
     lessee: str
     wanted: float
     needed: float
-    balance: float
+    held: float
+    used: float
     is_renewal: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Permits for the next `LEASE_S`. None at all: `wait_s` until there may be as many as
-    needed."""
+    """Permits for the next `LEASE_S`, which may be none. Where they are fewer than wanted, `wait_s`
+    is the time until as many as needed may have come; else 0.
+    """
 
     permits: float
     wait_s: float
@@ -139,7 +143,7 @@ class LeasedLimit:
         self._demand = _Demand(now_s)
         self._permits = 0.0
         self._expire_at_s = now_s
-        self._balance = 0.0
+        self._used = 0.0
         self._waiting = 0.0
         self._dry = _Dry(amount=0.0, until_s=now_s, refilled_at_s=now_s)
         self._asking: asyncio.Task[None] | None = None
@@ -165,19 +169,18 @@ class LeasedLimit:
         return self._take_share(amount, self._clock())
 
     def give_back(self, amount: float) -> None:
-        """See Limit. They go back to the lessor with the next request for a lease."""
+        """See Limit. The lessor learns of it when it is asked for the next lease."""
+        self._used -= amount
         if self._is_away:
             self._share.give_back(amount, self._clock())
-        else:
-            self._balance += amount
 
     def _take_leased(self, amount: float, now_s: float) -> bool:
         if now_s > self._expire_at_s:
-            self._balance += self._permits
             self._permits = 0.0
         if amount > self._permits + EPSILON:
             return False
         self._permits = max(0.0, self._permits - amount)
+        self._used += amount
         self._share.take_up_to(amount, now_s)
         if self._permits < self._demand.of_a_lease / 2 and not self._dry.holds_for(1.0, now_s):
             self._ask(1.0)
@@ -190,7 +193,7 @@ class LeasedLimit:
         wait_s = self._share.take(min(amount, self._share.burst), now_s)
         if wait_s == 0.0:
             self._share.owe(max(0.0, amount - self._share.burst))
-            self._balance -= amount
+            self._used += amount
         return wait_s
 
     def _ask(self, needed: float) -> asyncio.Task[None]:
@@ -203,22 +206,28 @@ class LeasedLimit:
         usable = self._permits + needed
         expected = max(self._waiting, self._demand.measure(now_s))
         wanted = max(needed, expected - self._permits)
-        balance, self._balance = self._balance, 0.0
-        request = LeaseRequest(self.spec, self._lessee, wanted, needed, balance, self._is_renewal)
+        request = LeaseRequest(
+            spec=self.spec,
+            lessee=self._lessee,
+            wanted=wanted,
+            needed=needed,
+            held=self._permits,
+            used=self._used,
+            is_renewal=self._is_renewal,
+        )
         try:
             lease = await self._source.lease(request)
         except LeaseUnavailable as error:
-            # It may have been heard all the same: returning twice would let too much through.
-            self._balance += min(0.0, balance)
             self._lose_lessor(error)
             return
         self._find_lessor()
         now_s = self._clock()
-        if lease.permits:
+        if lease.permits > 0.0:
             self._permits += lease.permits
             self._expire_at_s = now_s + LEASE_S
-        else:
-            self._dry = _Dry(usable, now_s + min(lease.wait_s, DRY_S), now_s + lease.wait_s)
+        if lease.wait_s > 0.0:
+            pause_s = min(DRY_S, max(lease.wait_s, self.spec.burst / self.spec.rate_per_s / 2))
+            self._dry = _Dry(usable, now_s + pause_s, now_s + max(lease.wait_s, pause_s))
 
     def _lose_lessor(self, error: LeaseUnavailable) -> None:
         self._retry_at_s = self._clock() + RETRY_S

@@ -1,5 +1,5 @@
-"""Rate limits: what a bucket lets through, how it is lent to several ingresses, and what holds
-while the lessor is away. All on a virtual clock.
+"""How a rate is shared by several ingresses, and what holds while the lessor is away. All on a
+virtual clock.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.errors import ApiError
-from serve_app.rate_ledger import FORGET_S, RateLedger
+from serve_app.rate_ledger import RateLedger
 from serve_app.rate_limit import (
     DRY_S,
     LEASE_S,
@@ -26,13 +25,10 @@ from serve_app.rate_limit import (
     LeaseUnavailable,
     LocalLimit,
 )
-from serve_app.token_bucket import BucketSpec, RateLimited, TokenBucket, request_limit, token_limit
+from serve_app.token_bucket import BucketSpec, request_limit, token_limit
 
 SLACK = 1e-6
 """Rounding, in permits."""
-
-STEPS = st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(1, 6)), max_size=80)
-"""(seconds to wait, permits to ask for)"""
 
 
 class Clock:
@@ -44,76 +40,6 @@ class Clock:
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
-
-
-@given(st.floats(0.1, 50.0), st.integers(1, 20), STEPS)
-def test_a_bucket_never_lets_more_through_than_rate_times_time_and_burst(
-    rate_per_s: float, burst: int, steps: list[tuple[float, int]]
-) -> None:
-    """B61: within some stretch of time more requests run than the limit allows."""
-    now_s, bucket = 0.0, TokenBucket(rate_per_s, burst, 0.0)
-    taken: list[tuple[float, int]] = []
-    for wait_s, amount in steps:
-        now_s += wait_s
-        if bucket.take(amount, now_s) == 0.0:
-            taken.append((now_s, amount))
-    for start, (since_s, _) in enumerate(taken):
-        total = 0
-        for until_s, amount in taken[start:]:
-            total += amount
-            assert total <= rate_per_s * (until_s - since_s) + burst + SLACK
-
-
-@given(st.floats(0.1, 50.0), st.integers(6, 20), STEPS)
-def test_who_waits_as_long_as_it_was_told_gets_its_permits(
-    rate_per_s: float, burst: int, steps: list[tuple[float, int]]
-) -> None:
-    """Retry-After is shorter than the wait really is, so clients come in vain; or longer."""
-    now_s, bucket = 0.0, TokenBucket(rate_per_s, burst, 0.0)
-    for wait_s, amount in steps:
-        now_s += wait_s
-        told_s = bucket.take(amount, now_s)
-        if told_s > 0.0:
-            assert bucket.take(amount, now_s + told_s * 0.99 - 1e-6) > 0.0
-            now_s += told_s
-            assert bucket.take(amount, now_s) == 0.0
-
-
-def test_a_bucket_fills_up_to_its_burst_and_no_further() -> None:
-    """A quiet night saves up a whole night's requests; or what is given back piles up."""
-    bucket = TokenBucket(10.0, 5.0, 0.0)
-    assert bucket.level(1e6) == 5.0
-    bucket.give_back(3.0, 1e6)
-    assert bucket.level(1e6) == 5.0
-
-
-def test_a_clock_that_steps_back_grants_nothing_and_takes_nothing() -> None:
-    """Time that is seen twice fills the bucket twice."""
-    bucket = TokenBucket(1.0, 2.0, 10.0)
-    assert bucket.take(2.0, 10.0) == 0.0
-    assert bucket.level(5.0) == 0.0
-    assert bucket.level(10.0) == 0.0
-    assert bucket.level(11.0) == 1.0
-
-
-def test_retry_after_is_a_whole_number_of_at_least_one() -> None:
-    """B61: a refusal without Retry-After, or with a fraction or 0 in it: clients hammer."""
-    spec = request_limit("service", 1000.0, 1000.0)
-    waits = {0.0003: "1", 1.0: "1", 1.2: "2", 61.5: "62"}
-    for wait_s, expected in waits.items():
-        answer = RateLimited(spec, wait_s).response()
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, expected)
-    error = RateLimited(spec, 1.0).body()["error"]
-    assert (error["code"], error["type"]) == ("rate_limit_exceeded", "requests")
-
-
-def test_what_no_wait_can_help_is_the_clients_to_change() -> None:
-    """A request larger than the limit ever allows is told to come again, for ever."""
-    spec = token_limit("service", 600)
-    spec.refuse_impossible(600)
-    with pytest.raises(ApiError, match="600 tokens a minute") as refused:
-        spec.refuse_impossible(601)
-    assert refused.value.status == 400
 
 
 @dataclass
@@ -340,70 +266,6 @@ def test_losing_the_lessor_grants_no_second_burst() -> None:
     run(scenario())
 
 
-def ask(ledger: RateLedger, spec: BucketSpec, lessee: str = "a", **asked: Any) -> float:
-    """The permits that are lent."""
-    fields = {"wanted": 1, "needed": 1, "held": 0, "used": 0, "is_renewal": False, **asked}
-    return ledger.lease(LeaseRequest(spec, lessee, **fields)).permits
-
-
-def test_what_was_used_without_a_lease_is_accounted_for() -> None:
-    """The lessor was away for some and lends them a full burst afterwards all the same."""
-    spec = request_limit("service", 1.0, 100.0)
-    assert ask(RateLedger(Clock()), spec, wanted=100, used=60) == pytest.approx(40)
-
-
-def test_a_lost_answer_takes_no_permits_along_and_a_lost_report_is_not_counted_twice() -> None:
-    """Calls that time out and are heard all the same each cost what they asked for, or are
-    charged for the same use again.
-    """
-    ledger = RateLedger(Clock())
-    spec = request_limit("service", 0.001, 100.0)
-    for _ in range(5):
-        # 20 were used without a lease, and no answer ever arrives.
-        assert ask(ledger, spec, wanted=50, used=20) == pytest.approx(50)
-    assert ask(ledger, spec, wanted=100, used=20) == pytest.approx(80)
-    # All 80 arrived; 30 of them were used, 40 are held, 10 expired.
-    assert ask(ledger, spec, wanted=100, held=40, used=50, is_renewal=True) == pytest.approx(10)
-
-
-def test_a_lessor_forgets_who_has_not_asked_for_long() -> None:
-    """Each ingress that ever lived is remembered for ever; or one that comes back is lent what it
-    has used.
-    """
-    clock = Clock()
-    ledger = RateLedger(clock)
-    spec = request_limit("service", 0.001, 100.0)
-    for index in range(50):
-        ask(ledger, spec, f"short-lived-{index}")
-    ask(ledger, spec, "a")
-    clock.now_s += FORGET_S + 1
-    left = 100 - 51 + 0.001 * (FORGET_S + 1)
-    assert ask(ledger, spec, wanted=100, used=1, is_renewal=True) == pytest.approx(left)
-    assert len(ledger._accounts[spec]._lessees) == 1
-
-
-def test_few_permits_are_not_split_until_nobody_can_use_them() -> None:
-    """Two ingresses that want the one permit of a slow limit get a half each, and neither
-    anything.
-    """
-    ledger = RateLedger(Clock())
-    spec = request_limit("slow", 0.1, 1.0)
-    assert ask(ledger, spec, "a", wanted=5) == 1.0
-    refused = ledger.lease(LeaseRequest(spec, "b", 5, 1, 0.0, 0.0, False))
-    assert (refused.permits, refused.wait_s) == (0.0, 10.0)
-
-
-def test_a_changed_limit_starts_anew() -> None:
-    """A key's new rate holds only after a restart of the lessor; or two ingresses that learn of it
-    one after the other get a burst with each turn.
-    """
-    ledger = RateLedger(Clock())
-    old, new = request_limit("key", 0.001, 10.0), request_limit("key", 0.001, 50.0)
-    assert ask(ledger, old, wanted=100) == pytest.approx(10)
-    assert ask(ledger, new, wanted=100) == pytest.approx(50)
-    assert ask(ledger, old, "b") == ask(ledger, new, "b") == 0.0
-
-
 def test_large_amounts_get_through_where_the_limit_allows_them() -> None:
     """A request of many tokens is never admitted: leases are smaller, and so are shares."""
     spec: BucketSpec = token_limit("key", 6000)
@@ -448,5 +310,41 @@ def test_a_limit_of_one_ingress_needs_no_lessor() -> None:
         assert [await limit.take(1) for _ in range(3)] == [0.0, 0.0, 1.0]
         limit.give_back(1)
         assert await limit.take(1) == 0.0
+
+    run(scenario())
+
+
+def test_what_a_share_let_through_is_told_to_the_lessor() -> None:
+    """After each outage the limit starts full for those who used their shares."""
+
+    async def scenario() -> None:
+        lessor = Lessor(Clock(), is_away=True)
+        limit, _ = make_limits(lessor, 2, rate_per_s=0.001, burst=100.0)
+        assert [await limit.take(1) for _ in range(60)].count(0.0) == 50
+        lessor.is_away = False
+        lessor.clock.now_s += RETRY_S
+        num_through = 50
+        for _ in range(100):
+            num_through += await limit.take(1) == 0.0
+            await settle()
+            lessor.clock.now_s += DRY_S
+        assert num_through == 100
+
+    run(scenario())
+
+
+def test_what_was_given_back_can_be_taken_again() -> None:
+    """A reservation that was not used is lost to the limit."""
+
+    async def scenario() -> None:
+        lessor = Lessor(Clock())
+        (limit,) = make_limits(lessor, 1, rate_per_s=0.001, burst=10.0)
+        assert await limit.take(10) == 0.0
+        assert await limit.take(4) > 0.0
+        limit.give_back(5)
+        lessor.clock.now_s += DRY_S
+        assert await limit.take(4) == 0.0
+        lessor.clock.now_s += DRY_S
+        assert await limit.take(4) > 0.0
 
     run(scenario())

@@ -6,8 +6,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from ray import serve
+
 from deployments.config import ServiceConfig
-from deployments.protocol import EngineStats, GenerateRequest, ModelCard, TokenChunk
+from deployments.protocol import (
+    EngineStats,
+    GenerateRequest,
+    ModelCard,
+    ReplicaMetrics,
+    TokenChunk,
+)
 
 
 class EngineReplica:
@@ -26,13 +36,25 @@ class EngineReplica:
         from deployments.engine.clock import WallClock
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
+        from deployments.execution.kv_cache import used_bytes_reader
         from deployments.execution.model_executor import ModelExecutor
+        from deployments.metrics import EngineCollector, EngineMeters
 
         executor = ModelExecutor.load(config)
         clock = WallClock()
-        engine = Engine.build(config.scheduler, config.cache, executor, clock)
+        meters = EngineMeters(clock)
+        engine = Engine.build(config.scheduler, config.cache, executor, clock, [meters])
         self._card = executor.model_card()
         self._thread = EngineThread(engine, clock, stuck_after_s=config.pool.stuck_after_s)
+        self._registry = CollectorRegistry()
+        self._registry.register(
+            EngineCollector(
+                meters,
+                self._thread.stats,
+                has_prefix_cache=config.cache.enable_prefix_caching,
+                find_used_bytes=used_bytes_reader(executor.device),
+            )
+        )
         self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
@@ -53,6 +75,15 @@ class EngineReplica:
     async def stats(self) -> EngineStats:
         """The state of the engine now."""
         return self._thread.stats()
+
+    async def metrics(self) -> ReplicaMetrics:
+        """Its page for Prometheus, at this moment."""
+        this = serve.get_replica_context().replica_id
+        return ReplicaMetrics(
+            deployment=this.deployment_id.name,
+            replica=this.unique_id,
+            text=generate_latest(self._registry),
+        )
 
     async def check_health(self) -> None:
         """Serve calls this periodically and replaces the replica when it raises.

@@ -19,7 +19,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 
 RECORDS = ("deployments.protocol", "deployments.config")
 CORE = ("deployments.engine", *RECORDS)
-REPLICA = ("deployments.execution", "deployments.replica", *CORE)
+REPLICA = ("deployments.execution", "deployments.metrics", "deployments.replica", *CORE)
 NONE_OUTSIDE: tuple[str, ...] = ()
 
 

@@ -154,9 +154,9 @@ def test_an_answer_left_early_is_an_abort_and_closes_what_feeds_it() -> None:
         answer = metrics.watch(parts, ROUTE, "chat", 0.0)
         await anext(answer)
         await answer.aclose()
+        assert closed == [True]
 
     asyncio.run(leave())
-    assert closed == [True]
     assert ended(metrics) == {"abort": 1}
     assert total(metrics, "ingress_requests_in_progress") == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 
 import httpx
 import pytest
@@ -99,6 +100,13 @@ def test_names_and_types_are_those_that_dashboards_know() -> None:
     metrics.rejected(ROUTE, 400, None)
     families = text_string_to_metric_families(metrics.render(NO_POOL).decode())
     assert {family.name: family.type for family in families} == NAMES
+
+
+def test_the_documentation_names_them_all() -> None:
+    """A metric is there that nobody can look up."""
+    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    shown = [f"{name}_total" if kind == "counter" else name for name, kind in NAMES.items()]
+    assert [name for name in shown if f"| `{name}` |" not in page] == []
 
 
 def test_times_run_from_the_arrival_before_tokenising() -> None:

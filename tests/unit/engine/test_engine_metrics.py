@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from doubles import FaultyExecutor, make_limits, make_request
@@ -55,6 +56,13 @@ def test_names_and_types_are_those_that_dashboards_know() -> None:
     metered = MeteredEngine()
     registry = registry_of(metered.meters, metered.engine.stats, find_used_bytes=lambda: 7)
     assert names_of(registry) == NAMES
+
+
+def test_the_documentation_names_them_all() -> None:
+    """A metric is there that nobody can look up."""
+    page = (Path(__file__).parents[3] / "docs/metrics.md").read_text()
+    shown = [f"{name}_total" if kind == "counter" else name for name, kind in NAMES.items()]
+    assert [name for name in shown if f"| `{name}` |" not in page] == []
 
 
 def test_what_cannot_be_measured_is_absent() -> None:

@@ -5,6 +5,7 @@ purpose.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
@@ -18,6 +19,9 @@ from deployments.protocol import (
     ReplicaMetrics,
     TokenChunk,
 )
+
+if TYPE_CHECKING:
+    from deployments.execution.model_executor import ModelExecutor
 
 
 class EngineReplica:
@@ -37,10 +41,9 @@ class EngineReplica:
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
         from deployments.execution.kv_cache import used_bytes_reader
-        from deployments.execution.model_executor import ModelExecutor
         from deployments.metrics import EngineCollector, EngineMeters
 
-        executor = ModelExecutor.load(config)
+        executor = self._load_executor(config)
         clock = WallClock()
         meters = EngineMeters(clock)
         engine = Engine.build(config.scheduler, config.cache, executor, clock, [meters])
@@ -56,6 +59,11 @@ class EngineReplica:
             )
         )
         self._thread.start()
+
+    def _load_executor(self, config: ServiceConfig) -> ModelExecutor:
+        from deployments.execution.model_executor import ModelExecutor
+
+        return ModelExecutor.load(config)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Continue a prompt; a refusal is a chunk with an error. Closing or cancelling this aborts

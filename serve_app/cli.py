@@ -221,6 +221,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
+    from loadtest import bench_serve
+
+    served = kinds.add_parser(
+        "serve", help="the HTTP service without a model, beside a bare Serve application"
+    )
+    bench_serve.add_arguments(served)
+    served.set_defaults(run=bench_serve.main)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:

@@ -152,6 +152,9 @@ class RayBackend:
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("no replica could be asked for its metrics: %s", _brief(error))
             return PoolMetrics((), 1)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                logger.warning("a replica is missing among the metrics: %s", _brief(answer))
         pages = tuple(answer for answer in answers if isinstance(answer, ReplicaMetrics))
         return PoolMetrics(pages, len(answers) - len(pages))
 

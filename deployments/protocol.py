@@ -189,13 +189,26 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
     """Durations of one request in seconds, measured by the engine's clock from its arrival
-    there.
+    there, and how much it took.
+
+    `queued_s` ends at its first step, or with the request if it never ran.
     """
 
     queued_s: float
     first_token_s: float | None
     total_s: float
     num_preemptions: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """The metrics page of one replica (Prometheus text, version 0.0.4), and which one it is."""
+
+    deployment: str
+    replica: str
+    text: bytes
 
 
 @dataclass(frozen=True, slots=True)

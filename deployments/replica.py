@@ -5,9 +5,23 @@ purpose.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from ray import serve
 
 from deployments.config import ServiceConfig
-from deployments.protocol import EngineStats, GenerateRequest, ModelCard, TokenChunk
+from deployments.protocol import (
+    EngineStats,
+    GenerateRequest,
+    ModelCard,
+    ReplicaMetrics,
+    TokenChunk,
+)
+
+if TYPE_CHECKING:
+    from deployments.execution.model_executor import ModelExecutor
 
 
 class EngineReplica:
@@ -25,18 +39,31 @@ class EngineReplica:
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
         from deployments.execution.startup import made_to_stay
+        from deployments.metrics import EngineCollector, EngineMeters
 
         with made_to_stay():
-            # Here, so that the ingress and the command line, which import this class to deploy it,
-            # need no torch.
-            from deployments.execution.model_executor import ModelExecutor
-
-            executor = ModelExecutor.load(config)
+            executor = self._load_executor(config)
+            from deployments.execution.kv_cache import used_bytes_reader
         clock = WallClock()
-        engine = Engine.build(config.scheduler, config.cache, executor, clock)
+        meters = EngineMeters(clock)
+        engine = Engine.build(config.scheduler, config.cache, executor, clock, [meters])
         self._card = executor.model_card()
         self._thread = EngineThread(engine, clock, stuck_after_s=config.pool.stuck_after_s)
+        self._registry = CollectorRegistry()
+        self._registry.register(
+            EngineCollector(
+                meters,
+                self._thread.stats,
+                has_prefix_cache=config.cache.enable_prefix_caching,
+                find_used_bytes=used_bytes_reader(executor.device),
+            )
+        )
         self._thread.start()
+
+    def _load_executor(self, config: ServiceConfig) -> ModelExecutor:
+        from deployments.execution.model_executor import ModelExecutor
+
+        return ModelExecutor.load(config)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Continue a prompt; a refusal is a chunk with an error. Closing or cancelling this aborts
@@ -56,6 +83,15 @@ class EngineReplica:
     async def stats(self) -> EngineStats:
         """The state of the engine now."""
         return self._thread.stats()
+
+    async def metrics(self) -> ReplicaMetrics:
+        """Its page for Prometheus, at this moment."""
+        this = serve.get_replica_context().replica_id
+        return ReplicaMetrics(
+            deployment=this.deployment_id.name,
+            replica=this.unique_id,
+            text=generate_latest(self._registry),
+        )
 
     async def check_health(self) -> None:
         """Serve calls this periodically and replaces the replica when it raises.

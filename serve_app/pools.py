@@ -23,9 +23,12 @@ from deployments.protocol import (
     FinishReason,
     GenerateRequest,
     ModelCard,
+    ReplicaMetrics,
     TokenChunk,
 )
+from serve_app.broadcast import ask_each
 from serve_app.errors import BackendUnavailable
+from serve_app.metrics import PoolMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,8 @@ MAX_RETRIES = 2
 """Of a request whose replica died before it sent anything."""
 CONTROL_TIMEOUT_S = 5.0
 """For questions to all replicas (health, stats)."""
+METRICS_TIMEOUT_S = 2.0
+"""A replica that is slower is left out of the page."""
 
 
 def _failed(request: GenerateRequest, kind: ErrorKind, message: str) -> TokenChunk:
@@ -137,6 +142,21 @@ class RayBackend:
                     f"a replica could not report: {_brief(answer)}"
                 ) from answer
         return answers
+
+    async def metrics(self) -> PoolMetrics:
+        """See MetricsSource."""
+        try:
+            answers = await ask_each(self._handle, "metrics", METRICS_TIMEOUT_S)
+        except DeploymentUnavailableError:
+            return PoolMetrics((), 0)
+        except (RayError, RayServeException, TimeoutError) as error:
+            logger.warning("no replica could be asked for its metrics: %s", _brief(error))
+            return PoolMetrics((), 1)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                logger.warning("a replica is missing among the metrics: %s", _brief(answer))
+        pages = tuple(answer for answer in answers if isinstance(answer, ReplicaMetrics))
+        return PoolMetrics(pages, len(answers) - len(pages))
 
     async def check_health(self) -> None:
         """See Backend: healthy if at least one replica is."""

@@ -142,6 +142,12 @@ class ModelExecutor:
         return self._limits
 
     @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        device: torch.device = self._loaded.model.device
+        return device
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights, keys and values."""
         return self._loaded.model.dtype

@@ -19,7 +19,7 @@ STDLIB = frozenset(sys.stdlib_module_names)
 
 RECORDS = ("deployments.protocol", "deployments.config")
 CORE = ("deployments.engine", *RECORDS)
-REPLICA = ("deployments.execution", "deployments.replica", *CORE)
+REPLICA = ("deployments.execution", "deployments.metrics", "deployments.replica", *CORE)
 NONE_OUTSIDE: tuple[str, ...] = ()
 
 
@@ -74,6 +74,8 @@ RULES = (
     Rule("serve_app*", ("serve_app", *RECORDS)),
     # It measures the executor beside its peers, so it has to load one.
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),
+    # Applications without a model: a composition root like `serve_app.app`.
+    Rule("loadtest.stub_app", ("deployments", "serve_app", "loadtest")),
     Rule(
         "loadtest*",
         (

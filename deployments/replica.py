@@ -4,10 +4,12 @@ purpose.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator
 
 from deployments.config import ServiceConfig
 from deployments.protocol import EngineStats, GenerateRequest, ModelCard, TokenChunk
+from deployments.replica_choice import ReplicaReport, count_tokens
 
 
 class EngineReplica:
@@ -34,16 +36,23 @@ class EngineReplica:
         self._card = executor.model_card()
         self._thread = EngineThread(engine, clock, stuck_after_s=config.pool.stuck_after_s)
         self._thread.start()
+        self._num_cacheable_blocks = (
+            executor.limits.num_blocks - 1 if config.cache.enable_prefix_caching else 0
+        )
+        self._num_outstanding_tokens = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Continue a prompt; a refusal is a chunk with an error. Closing or cancelling this aborts
         the request.
         """
         chunks = self._thread.generate(request)
+        num_tokens = count_tokens(request)
+        self._num_outstanding_tokens += num_tokens
         try:
             async for chunk in chunks:
                 yield chunk
         finally:
+            self._num_outstanding_tokens -= num_tokens
             await chunks.aclose()
 
     async def model_card(self) -> ModelCard:
@@ -53,6 +62,11 @@ class EngineReplica:
     async def stats(self) -> EngineStats:
         """The state of the engine now."""
         return self._thread.stats()
+
+    async def record_routing_stats(self) -> dict[str, int]:
+        """A ReplicaReport, as fields: Serve asks periodically and tells all who route."""
+        report = ReplicaReport(self._num_outstanding_tokens, self._num_cacheable_blocks)
+        return dataclasses.asdict(report)
 
     async def check_health(self) -> None:
         """Serve calls this periodically and replaces the replica when it raises.

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 from deployments.config import ServiceConfig
 from deployments.protocol import EngineStats, GenerateRequest, ModelCard, TokenChunk
 from deployments.replica_choice import ReplicaReport, count_tokens
+
+if TYPE_CHECKING:
+    from deployments.execution.model_executor import ModelExecutor
 
 
 class EngineReplica:
@@ -28,9 +32,8 @@ class EngineReplica:
         from deployments.engine.clock import WallClock
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
-        from deployments.execution.model_executor import ModelExecutor
 
-        executor = ModelExecutor.load(config)
+        executor = self.load(config)
         clock = WallClock()
         engine = Engine.build(config.scheduler, config.cache, executor, clock)
         self._card = executor.model_card()
@@ -40,6 +43,15 @@ class EngineReplica:
             executor.limits.num_blocks - 1 if config.cache.enable_prefix_caching else 0
         )
         self._num_outstanding_tokens = 0
+
+    @staticmethod
+    def load(config: ServiceConfig) -> ModelExecutor:
+        """The executor of the configured model; a subclass may bring another that has the same
+        methods.
+        """
+        from deployments.execution.model_executor import ModelExecutor
+
+        return ModelExecutor.load(config)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Continue a prompt; a refusal is a chunk with an error. Closing or cancelling this aborts

@@ -12,81 +12,31 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-import yaml
-from conftest import REPOSITORY, Service, command, free_port, started, wait_until
+from conftest import Service, command, free_port, started, wait_until
+from stub_tools import BATCH, BROKEN, CHAT, is_idle, replica_stats, stub_config, stub_modules
 
 pytestmark = pytest.mark.serve
 
-CHAT, BATCH, BROKEN = 0, 1, 2
 NUM_TOKENS = 40
 NUM_CLIENTS = 24
-LOAD_S = 24.0
+LOAD_S = 16.0
 LIMIT_S = 40.0
 """Longer than a replica takes to be replaced and a request to be served then."""
-
-
-def stub_config(folder: Path, port: int) -> Path:
-    few = {"num_cpus": 0, "health_check_period_s": 1, "graceful_shutdown_timeout_s": 5}
-    args = {
-        "cache": {"block_size": 4},
-        "scheduler": {"chunk_size": 64, "max_num_seqs": 32},
-        "pool": few,
-        "pools": {
-            "chat": {"priorities": [CHAT], "num_replicas": 2, "routing": {"stats_period_s": 1}},
-            "batch": {"priorities": [BATCH]},
-            "broken": {"priorities": [BROKEN], "execution": {"num_threads": 13}},
-        },
-        "ingress": {"num_cpus": 0, "num_replicas": 2},
-    }
-    application = {
-        "name": "chunkserve",
-        "route_prefix": "/",
-        "import_path": "stub_app:build_app",
-        "args": args,
-        "deployments": [{"name": "ingress", "health_check_period_s": 1}],
-    }
-    http = {"host": "127.0.0.1", "port": port}
-    path = folder / "stub.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {"proxy_location": "HeadOnly", "http_options": http, "applications": [application]}
-        )
-    )
-    return path
 
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("stub")
     port = free_port()
-    tests = REPOSITORY / "tests"
-    paths = [REPOSITORY, tests, tests / "unit", tests / "serve"]
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = ":".join(map(str, paths))
-    try:
-        config = stub_config(folder, port)
-        with started([command("serve"), "run", str(config)], port, folder) as service:
-            wait_until(lambda: len(replica_stats(service)) == 3, 60, "both pools are up")
-            yield service
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-
-
-def replica_stats(service: Service) -> list[dict[str, Any]]:
-    try:
-        answer = httpx.get(f"{service.url}/stats", timeout=10)
-    except httpx.HTTPError:
-        return []
-    return list(answer.json()) if answer.status_code == 200 else []
+    config = stub_config(folder, port)
+    with stub_modules(), started([command("serve"), "run", str(config)], port, folder) as service:
+        wait_until(lambda: len(replica_stats(service)) == 3, 60, "both pools are up")
+        yield service
 
 
 def replica_pids(service: Service, deployment: str) -> list[int]:
@@ -185,14 +135,7 @@ def test_killed_replicas_and_ingresses_cost_only_what_they_had_begun(stub: Servi
     assert lost <= len(victims) * NUM_CLIENTS
     assert tally.ends["text, length"] > tally.num_sent / 2
 
-    def is_whole_and_idle() -> bool:
-        replicas = replica_stats(stub)
-        return len(replicas) == 3 and all(
-            r["num_running"] == r["num_waiting"] == 0 and r["num_free_blocks"] == r["num_blocks"]
-            for r in replicas
-        )
-
-    wait_until(is_whole_and_idle, 40, "three replicas, nothing runs, every block is free")
+    wait_until(lambda: is_idle(stub), 40, "three replicas, nothing runs, every block is free")
 
 
 def complete(service: Service, prompt: list[int], priority: int, **more: Any) -> httpx.Response:

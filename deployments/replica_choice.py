@@ -105,8 +105,10 @@ class ReplicaChooser:
     """Chooses among the replicas of one pool for one router.
 
     Rule: of the replicas whose outstanding tokens are at most `max(balance_factor * least, least +
-    slack_tokens)`, the one with the longest known prefix; of equals the one with the fewest
-    outstanding tokens. Nothing known is the shortest prefix of all, so then tokens decide alone.
+    slack)`, the one with the longest known prefix; of equals the one with the fewest outstanding
+    tokens. The slack is `slack_tokens`, or what the replica's cache saves of this prompt if that is
+    more: waiting for so many tokens is no worse than computing them. Nothing known is the shortest
+    prefix of all, so then tokens decide alone.
 
     Args:
         balance_factor: >= 1.
@@ -159,17 +161,23 @@ class ReplicaChooser:
         least = min(
             (r.outstanding for name, r in self._replicas.items() if name not in tried), default=0
         )
-        bound = max(self._balance_factor * least, least + self._slack_tokens)
         hashes = request.block_hashes
         # So that several routers, none of which knows anything yet, choose alike.
         taste = hashes[0] if hashes else b""
 
         def worse(name: str) -> tuple[bool, bool, int, int, int]:
             replica = self._replicas[name]
-            is_over = replica.outstanding > bound
-            num_matched = 0 if is_over else replica.index.num_matched(hashes)
+            num_matched = replica.index.num_matched(hashes)
+            slack = max(self._slack_tokens, num_matched * self._block_size)
+            is_over = replica.outstanding > max(self._balance_factor * least, least + slack)
             tie = crc32(name.encode() + taste)
-            return (name in tried, is_over, -num_matched, replica.outstanding, tie)
+            return (
+                name in tried,
+                is_over,
+                0 if is_over else -num_matched,
+                replica.outstanding,
+                tie,
+            )
 
         return sorted(self._replicas, key=worse)
 

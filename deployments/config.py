@@ -132,6 +132,9 @@ class ExecutionConfig(Section):
     """Of torch on a CPU; by default one less than the cores, at least 1."""
     prepack_weights: bool = True
     """On a CPU: keep linear weights in the layout its matrix kernels want."""
+    compile_kernels: bool = True
+    """On a CPU: build the kernel for a few rows with the machine's C++ compiler, once; without one
+    torch does the same, slower."""
 
 
 class IngressConfig(Section):

@@ -27,13 +27,13 @@ class EngineReplica:
     """
 
     def __init__(self, config: ServiceConfig) -> None:
-        # Here, so that the ingress and the command line, which import this class to deploy it, need
-        # no torch.
         from deployments.engine.clock import WallClock
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
+        from deployments.execution.startup import made_to_stay
 
-        executor = self.load(config)
+        with made_to_stay():
+            executor = self.load(config)
         clock = WallClock()
         engine = Engine.build(config.scheduler, config.cache, executor, clock)
         self._card = executor.model_card()
@@ -49,6 +49,8 @@ class EngineReplica:
         """The executor of the configured model; a subclass may bring another that has the same
         methods.
         """
+        # Here, so that the ingress and the command line, which import this class to deploy it, need
+        # no torch.
         from deployments.execution.model_executor import ModelExecutor
 
         return ModelExecutor.load(config)

@@ -40,8 +40,8 @@ Timed = Callable[[Prompts], float]
 _START = """
 import time; started = time.monotonic()
 from deployments.config import ServiceConfig
-from deployments.execution.model_executor import ModelExecutor
-ModelExecutor.load(ServiceConfig.model_validate_json({config!r}))
+from deployments.replica import EngineReplica
+replica = EngineReplica(ServiceConfig.model_validate_json({config!r}))
 print(time.monotonic() - started)
 """
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deployments.engine.outputs import ChunkReason, SchedulerOutput
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
+class ChunkRecord(NamedTuple):
     """One row of a step: which tokens of which request, and why it was there."""
 
     request_id: str

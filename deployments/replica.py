@@ -4,6 +4,7 @@ purpose.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from deployments.protocol import (
     ReplicaMetrics,
     TokenChunk,
 )
+from deployments.replica_choice import ReplicaReport, count_tokens
 
 if TYPE_CHECKING:
     from deployments.execution.model_executor import ModelExecutor
@@ -42,7 +44,7 @@ class EngineReplica:
         from deployments.metrics import EngineCollector, EngineMeters
 
         with made_to_stay():
-            executor = self._load_executor(config)
+            executor = self.load(config)
             from deployments.execution.kv_cache import used_bytes_reader
         clock = WallClock()
         meters = EngineMeters(clock)
@@ -59,8 +61,18 @@ class EngineReplica:
             )
         )
         self._thread.start()
+        self._num_cacheable_blocks = (
+            executor.limits.num_blocks - 1 if config.cache.enable_prefix_caching else 0
+        )
+        self._num_outstanding_tokens = 0
 
-    def _load_executor(self, config: ServiceConfig) -> ModelExecutor:
+    @staticmethod
+    def load(config: ServiceConfig) -> ModelExecutor:
+        """The executor of the configured model; a subclass may bring another that has the same
+        methods.
+        """
+        # Here, so that the ingress and the command line, which import this class to deploy it, need
+        # no torch.
         from deployments.execution.model_executor import ModelExecutor
 
         return ModelExecutor.load(config)
@@ -70,10 +82,13 @@ class EngineReplica:
         the request.
         """
         chunks = self._thread.generate(request)
+        num_tokens = count_tokens(request)
+        self._num_outstanding_tokens += num_tokens
         try:
             async for chunk in chunks:
                 yield chunk
         finally:
+            self._num_outstanding_tokens -= num_tokens
             await chunks.aclose()
 
     async def model_card(self) -> ModelCard:
@@ -92,6 +107,11 @@ class EngineReplica:
             replica=this.unique_id,
             text=generate_latest(self._registry),
         )
+
+    async def record_routing_stats(self) -> dict[str, int]:
+        """A ReplicaReport, as fields: Serve asks periodically and tells all who route."""
+        report = ReplicaReport(self._num_outstanding_tokens, self._num_cacheable_blocks)
+        return dataclasses.asdict(report)
 
     async def check_health(self) -> None:
         """Serve calls this periodically and replaces the replica when it raises.

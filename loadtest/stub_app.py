@@ -19,7 +19,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import yaml
@@ -28,13 +27,13 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
 from ray.serve import Application
 
-from deployments import builder
+from deployments.builder import build_engines
 from deployments.config import ServiceConfig
 from deployments.engine.outputs import ModelLimits, ModelOutput, SchedulerOutput
 from deployments.execution.model_source import read_tokenizer_files, resolve_model_dir
 from deployments.protocol import ModelCard
 from deployments.replica import EngineReplica
-from serve_app import app
+from serve_app.app import compose
 from serve_app.launch import LocalService
 from serve_app.tokenization import Tokenizer
 
@@ -90,14 +89,14 @@ class StubExecutor:
 class StubReplica(EngineReplica):
     """Our replica, all of it but the model."""
 
-    def _load_executor(self, config: ServiceConfig) -> Any:
+    @staticmethod
+    def load(config: ServiceConfig) -> Any:
         return StubExecutor(config)
 
 
 def build_app(args: ServiceConfig) -> Application:
     """Our application, with the replica's class replaced."""
-    with mock.patch.object(builder, "EngineReplica", StubReplica):
-        return app.build_app(args)
+    return compose(args, build_engines(args, StubReplica))
 
 
 class BareReplica:

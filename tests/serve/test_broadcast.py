@@ -11,10 +11,11 @@ from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from deployments.config import ServiceConfig
 from deployments.protocol import ReplicaMetrics
 from serve_app.broadcast import ask_each
 from serve_app.metrics import PoolMetrics
-from serve_app.pools import RayBackend
+from serve_app.ray_pool import RayPool
 
 PAGE = ReplicaMetrics("engine", "r1", b"")
 
@@ -53,7 +54,7 @@ class FakeHandle:
 
 
 def metrics_of(handle: FakeHandle) -> PoolMetrics:
-    return asyncio.run(RayBackend(handle).metrics())  # type: ignore[arg-type]
+    return asyncio.run(RayPool("the service", handle, ServiceConfig()).metrics())  # type: ignore[arg-type]
 
 
 def test_one_stuck_replica_does_not_take_away_the_pages_of_others(
@@ -62,7 +63,7 @@ def test_one_stuck_replica_does_not_take_away_the_pages_of_others(
     """Serve gives up on all answers when one is late, so that one hung replica blinds us for
     all.
     """
-    monkeypatch.setattr("serve_app.pools.METRICS_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("serve_app.ray_pool.METRICS_TIMEOUT_S", 0.05)
     pool = metrics_of(FakeHandle(PAGE, None, ActorDiedError(), PAGE))
     assert pool == PoolMetrics((PAGE, PAGE), 2)
 

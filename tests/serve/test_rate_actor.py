@@ -5,6 +5,8 @@ lost.
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,18 +28,20 @@ SPEC = request_limit("service", 0.001, BURST)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster() -> Iterator[None]:
+    # A folder of pytest has a path too long for the sockets below it.
+    folder = tempfile.mkdtemp(prefix="chunkserve-", dir="/tmp")
     ray.init(
         address="local",
         num_cpus=4,
         include_dashboard=False,
         namespace=NAMESPACE,
         log_to_driver=False,
-        # Its own path would be too long for the sockets below it.
-        _temp_dir=f"/tmp/chunkserve-{uuid.uuid4().hex[:8]}",
+        _temp_dir=folder,
     )
     yield
     ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def start_ingress(application: str) -> Any:

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -81,6 +82,16 @@ def make_card(chat_template: str | None = CHAT_TEMPLATE, max_model_len: int = 64
         eos_token_ids=(256 + len(MERGES) + 1,),
         tokenizer_files=tokenizer_files(chat_template),
     )
+
+
+def error_of(answer: Any, status: int) -> dict[str, Any]:
+    """The error of an answer, which must have this status and OpenAI's shape, and no trace."""
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
+    assert "Traceback" not in answer.text
+    error: dict[str, Any] = body["error"]
+    return error
 
 
 STATS = EngineStats(0, 0, 7, 8, 3, 20, 5, 4, 0, 0, {"stop": 1})

@@ -11,9 +11,9 @@ from api_doubles import ScriptedBackend, make_tokenizer
 
 from deployments.config import ServiceConfig
 from deployments.protocol import FinishReason, GenerateRequest, SamplingParams
+from serve_app.detokenizer import IncrementalDetokenizer
 from serve_app.ingress import make_api
-from serve_app.streaming import TextStream
-from serve_app.tokenization import IncrementalDetokenizer
+from serve_app.streaming import TextRules, TextStream
 
 TOKENIZER = make_tokenizer()
 
@@ -138,7 +138,9 @@ def test_a_stop_string_closes_the_token_stream() -> None:
         backend = ScriptedBackend([TOKENIZER.encode("hello")], hangs=True)
         request = GenerateRequest("a", (1,), SamplingParams())
         source = backend.generate(request)  # kept, or Python would close it
-        stream = TextStream(source, IncrementalDetokenizer(TOKENIZER, [1]), ["ll"])
+        stream = TextStream(
+            source, IncrementalDetokenizer(TOKENIZER, [1]), TextRules(stops=("ll",))
+        )
         deltas = stream.deltas()
         last = [delta async for delta in deltas][-1]
         assert (last.text, last.finish_reason) == ("he", FinishReason.STOP)

@@ -176,7 +176,10 @@ def install_error_handlers(api: FastAPI) -> None:
 
     @api.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
-        return _from_http(request, error).response()
+        response = _from_http(request, error).response()
+        # Such as Allow, which says which methods there are.
+        response.headers.update(error.headers or {})
+        return response
 
     @api.exception_handler(Exception)
     async def on_fault(_request: Request, _error: Exception) -> Response:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from deployments.protocol import Grammar, RequestRefused
-from serve_app.api_base import ApiModel, refuse
+from serve_app.api_base import ApiModel
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 
@@ -60,8 +60,9 @@ class StructuredOutputs(ApiModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_other_kinds(cls, data: Any) -> Any:
-        why = "is not served; send a schema, a regular expression or choices"
-        refuse(data, {"grammar": ((None,), why), "structural_tag": ((None,), why)})
+        for name in ("grammar", "structural_tag"):
+            if isinstance(data, dict) and data.get(name) is not None:
+                raise ValueError(f"{name} is not served; send json, regex or choice")
         return data
 
     def grammars(self, field: str) -> list[Grammar]:

@@ -112,10 +112,9 @@ class Intake:
         prompts = await asyncio.to_thread(
             lambda: [read_prompt(self._model, prompt, rules) for prompt in body.prompts]
         )
+        params = self._params(body, DEFAULT_COMPLETION_TOKENS)
         requests = [
-            request
-            for prompt in prompts
-            for request in self._choices(body, prompt, DEFAULT_COMPLETION_TOKENS)
+            request for prompt in prompts for request in self._choices(body, prompt, params)
         ]
         return self._call(body, requests)
 
@@ -127,8 +126,9 @@ class Intake:
         """
         self._check(body)
         prompt = await asyncio.to_thread(self._read_chat, body)
+        # Without a bound the answer may fill the context.
         room = self._model.card.max_model_len - len(prompt.token_ids)
-        requests = self._choices(body, prompt, room)
+        requests = self._choices(body, prompt, self._params(body, room))
         chat = self._model.tokenizer.chat
         parsed = [replace(request, tool_parser=body.tool_call_parser(chat)) for request in requests]
         return self._call(body, parsed)
@@ -155,16 +155,17 @@ class Intake:
         )
         return read_prompt(self._model, text, rules, "messages")
 
+    def _params(self, body: GenerationRequest, default_max_tokens: int) -> SamplingParams:
+        return body.to_sampling_params(default_max_tokens, tuple(self._stop_texts(body)))
+
     def _choices(
-        self, body: GenerationRequest, prompt: ReadPrompt, default_max_tokens: int
+        self, body: GenerationRequest, prompt: ReadPrompt, params: SamplingParams
     ) -> list[PreparedRequest]:
         """The n choices of one prompt."""
-        stop_texts = self._stop_texts(body)
-        params = body.to_sampling_params(default_max_tokens, tuple(stop_texts))
         rules = TextRules(
             stops=body.stop_strings,
             includes_stop=bool(body.include_stop_str_in_output),
-            stop_texts=stop_texts,
+            stop_texts=self._stop_texts(body),
             min_tokens=params.min_tokens,
             echo=prompt.echo,
         )
@@ -194,7 +195,7 @@ class Intake:
 
 
 def _choice(request: GenerateRequest, index: int) -> GenerateRequest:
-    params: SamplingParams = request.sampling_params
+    params = request.sampling_params
     seeded = replace(params, seed=derived_seed(params.seed, index))
     return replace(request, request_id=uuid.uuid4().hex, sampling_params=seeded)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from deployments.protocol import RequestRefused
 from serve_app.chat_template import ChatOptions, ChatTemplate, Message
 
 REPLACEMENT = "\ufffd"
+_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,9 @@ class Tokenizer:
     def __init__(self, backend: FastTokenizer, chat: ChatTemplate | None) -> None:
         self._backend = backend
         self._chat = chat
-        self._is_byte_level = "ByteLevel" in _decoder_types(backend)
+        decoders = _decoder_types(backend)
+        self._is_byte_level = "ByteLevel" in decoders
+        self._has_byte_fallback = "ByteFallback" in decoders
         added = backend.get_added_tokens_decoder()
         self._added = {token_id: token.content for token_id, token in added.items()}
         self._special_ids = {
@@ -131,14 +135,44 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        if self._has_byte_fallback:
+            return self._decode_pieces(token_ids, skip_special_tokens)
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def _decode_pieces(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """`decode` with byte fallback, whose own decoder gives up a whole run of byte tokens for
+        one byte in it that is no UTF-8: characters before a half one would turn into U+FFFD.
+        """
+        pieces: list[str] = []
+        run = bytearray()
+        for token_id in token_ids:
+            if self.is_silent(token_id, skip_special_tokens):
+                continue
+            byte = self._fallback_byte(token_id)
+            if byte is not None:
+                run.append(byte)
+                continue
+            # One piece a character: none of them can be taken for a byte token.
+            pieces.extend(run.decode(errors="replace"))
+            run.clear()
+            pieces.append(self.entry(token_id))
+        pieces.extend(run.decode(errors="replace"))
+        text: str = self._backend.decoder.decode(pieces)
+        return text
+
+    def _fallback_byte(self, token_id: int) -> int | None:
+        """The byte a token like `<0xE5>` stands for."""
+        token = _FALLBACK_BYTE.fullmatch(self.entry(token_id))
+        return int(token[1], 16) if token else None
 
     async def decode_async(self, token_ids: Sequence[int]) -> str:
         """The text of token ids with their special tokens, off the event loop."""
         return await asyncio.to_thread(self._decode_all, token_ids)
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
+        if self._has_byte_fallback:
+            return self.decode(token_ids, skip_special_tokens=False)
         # decode() of many ids would hold the interpreter lock; decode_batch() does not.
         texts: list[str] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
         return texts[0]
@@ -172,8 +206,9 @@ class Tokenizer:
         token = self.entry(token_id)
         if self._is_byte_level:
             return _byte_level_bytes(token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        byte = self._fallback_byte(token_id)
+        if byte is not None:
+            return bytes([byte])
         return token.replace("\u2581", " ").encode()
 
     def token_name(self, token_id: int) -> str:

@@ -131,6 +131,23 @@ def test_a_send_that_fails_closes_the_token_stream() -> None:
     assert asyncio.run(scenario()) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_closes_all_choices(stream: bool) -> None:
+    """Of several choices only the first one ends with its client."""
+
+    async def scenario() -> tuple[int, int]:
+        backend = ScriptedBackend([TOKENIZER.encode("hello")], hangs=True)
+        client = Client({"prompt": ["hi", "hello"], "n": 2, "stream": stream})
+        call = asyncio.create_task(client.call(make_api(backend, ServiceConfig()), "2.3"))
+        await backend.has_hung.wait()
+        client.left.set()
+        await asyncio.wait_for(call, 5)
+        # Read here: when the loop ends, Python closes what was left open.
+        return len(backend.requests), backend.num_closed
+
+    assert asyncio.run(scenario()) == (4, 4)
+
+
 def test_a_stop_string_closes_the_token_stream() -> None:
     """The engine goes on with a request whose text has ended."""
 

@@ -34,7 +34,7 @@ def faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route for these statuses."""
     told = REQUEST_FAULTS | SERVICE_FAULTS
     return {
-        status: {"model": ErrorAnswer, "description": told[status]}
+        status: {"content": _json(ErrorAnswer), "description": told[status]}
         | ({"headers": _RETRY_AFTER} if status == 503 else {})
         for status in statuses
     }
@@ -45,26 +45,32 @@ _RETRY_AFTER = {"Retry-After": {"description": "In seconds.", "schema": {"type":
 
 def takes(body: type[ApiModel]) -> dict[str, Any]:
     """The `openapi_extra` of a route with this body."""
-    schema = {"$ref": _REF.format(model=body.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    return {"requestBody": {"required": True, "content": _json(body)}}
 
 
 def streamed(whole: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route whose answer is whole or a stream of events."""
     events = f"`data:` lines, each with a {chunk.__name__} or an ErrorAnswer; then `data: [DONE]`"
-    content = {"text/event-stream": {"schema": {"type": "string", "description": events}}}
-    return {200: {"model": whole, "content": content, "description": "The answer."}}
+    streams = {"text/event-stream": {"schema": {"type": "string", "description": events}}}
+    return {200: {"content": _json(whole) | streams, "description": "The answer."}}
 
 
-def document(api: FastAPI, bodies: Sequence[type[BaseModel]]) -> None:
-    """Let the page of `api` show these models, which no route names in its signature."""
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    # By reference: FastAPI would build a validator for each route and status, and use none.
+    return {"application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}}
+
+
+def document(api: FastAPI, models: Sequence[type[BaseModel]]) -> None:
+    """Let the page of `api` show these models, which no route names in its signature; errors are
+    shown always.
+    """
     generate = api.openapi
 
     def openapi() -> dict[str, Any]:
         is_fresh = api.openapi_schema is None
         schema = generate()
         if is_fresh:
-            modes = [(body, "validation") for body in bodies]
+            modes = [(model, "validation") for model in (*models, ErrorAnswer)]
             _, definitions = models_json_schema(modes, ref_template=_REF)  # type: ignore[arg-type]
             known = schema.setdefault("components", {}).setdefault("schemas", {})
             for name, definition in definitions["$defs"].items():

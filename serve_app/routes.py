@@ -61,7 +61,8 @@ def add_routes(api: FastAPI, front: Frontend) -> None:
     _add_model_routes(api, front)
     _add_state_routes(api, front)
     bodies = (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
-    document(api, (*bodies, ChunkRequest, CompletionChunk, ChatChunk))
+    answers = (CompletionAnswer, CompletionChunk, ChatAnswer, ChatChunk)
+    document(api, (*bodies, ChunkRequest, *answers))
 
 
 def _add_generation_routes(api: FastAPI, front: Frontend) -> None:

@@ -5,6 +5,7 @@ follows a script.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 from collections.abc import AsyncGenerator, Sequence
@@ -44,6 +45,7 @@ CHAT_TEMPLATE = (
 )
 
 
+@functools.cache
 def tokenizer_files(chat_template: str | None = CHAT_TEMPLATE) -> dict[str, bytes]:
     """The files of a byte-level BPE tokenizer, as a model card carries them."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -48,7 +48,7 @@ def _is_elsewhere_better(chunk: TokenChunk, num_retries: int) -> bool:
 
 
 class RayBackend:
-    """The replicas behind a handle. See `backend.Backend`.
+    """The replicas behind a handle. See `ingress.Backend`.
 
     Args:
         handle: of the engine deployment.

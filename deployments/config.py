@@ -8,13 +8,17 @@ loads as it is.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
+
+from deployments.config_base import Section as Section
+from deployments.config_base import nearest_name as nearest_name
+from deployments.pool_config import PoolConfig as PoolConfig
+from deployments.pool_config import PriorityPoolConfig, check_pools, inherited_pool
 
 INGRESS_HEADROOM = 64
 """Requests an ingress holds beyond what the pool takes, to be refused or answered by itself."""
@@ -22,30 +26,6 @@ INGRESS_HEADROOM = 64
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message says where and what to change."""
-
-
-def nearest_name(name: str, known: list[str]) -> str:
-    """A hint naming the known key closest to `name`, or all known keys when none is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(sorted(known))}"
-
-
-class Section(BaseModel):
-    """A part of the tree: frozen, and an unknown key is an error that names the nearest known
-    one.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_keys(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            known = list(cls.model_fields)
-            for key in data:
-                if key not in known:
-                    raise ValueError(f"unknown key '{key}'; {nearest_name(str(key), known)}")
-        return data
 
 
 class ModelConfig(Section):
@@ -119,6 +99,11 @@ class SchedulerConfig(Section):
         return self.max_num_batched_tokens or self.max_num_seqs + self.chunk_size
 
     @property
+    def max_num_held(self) -> int:
+        """Most requests of one replica, running and waiting."""
+        return self.max_num_seqs + self.max_num_waiting
+
+    @property
     def batch_timeout_s(self) -> float:
         """`batch_timeout_ms` in seconds."""
         return self.batch_timeout_ms / 1000.0
@@ -147,20 +132,9 @@ class ExecutionConfig(Section):
     """Of torch on a CPU; by default one less than the cores, at least 1."""
     prepack_weights: bool = True
     """On a CPU: keep linear weights in the layout its matrix kernels want."""
-
-
-class PoolConfig(Section):
-    """The replicas that serve the model, as Ray Serve runs them."""
-
-    num_replicas: int = Field(default=1, ge=1)
-    num_cpus: float = Field(default=1.0, ge=0.0)
-    num_gpus: float = Field(default=0.0, ge=0.0)
-    health_check_period_s: float = Field(default=10.0, gt=0.0)
-    stuck_after_s: float = Field(default=120.0, gt=0.0)
-    """A replica that has work and finished no step for so long is reported unhealthy and replaced.
-    """
-    graceful_shutdown_timeout_s: float = Field(default=120.0, ge=0.0)
-    """How long running requests may go on after a replica was told to stop."""
+    compile_kernels: bool = True
+    """On a CPU: build the kernel for a few rows with the machine's C++ compiler, once; without one
+    torch does the same, slower."""
 
 
 class IngressConfig(Section):
@@ -188,6 +162,12 @@ class ServiceConfig(Section):
     cache: CacheConfig = CacheConfig()
     execution: ExecutionConfig = ExecutionConfig()
     pool: PoolConfig = PoolConfig()
+    pools: dict[str, PriorityPoolConfig] = {}
+    """Several pools instead of the one of `pool`, whose keys they inherit; each is a deployment
+    engine-NAME of its own.
+    """
+    default_pool: str | None = None
+    """Which of `pools` serves the priority classes that no pool names; by default the first."""
     ingress: IngressConfig = IngressConfig()
 
     @model_validator(mode="before")
@@ -197,6 +177,40 @@ class ServiceConfig(Section):
             return {"scheduler": data}
         return data
 
+    @model_validator(mode="after")
+    def _pools_fit_together(self) -> ServiceConfig:
+        check_pools(self.pools, self.default_pool)
+        for name in self.pools:
+            try:
+                self.for_pool(name)
+            except ValidationError as error:
+                raise ValueError(str(_explain(error, f"pools.{name}"))) from error
+        return self
+
+    def for_pool(self, name: str) -> ServiceConfig:
+        """The tree that the replicas of one of `pools` run with: its settings over the service's,
+        as a service of that pool alone.
+
+        Raises:
+            KeyError: there is no such pool.
+            ValidationError: the settings do not fit together.
+        """
+        own = self.pools[name]
+
+        def merged(section: Section, over: dict[str, Any]) -> dict[str, Any]:
+            return {**section.model_dump(exclude_unset=True), **over}
+
+        return ServiceConfig.model_validate(
+            {
+                "model": self.model,
+                "scheduler": merged(self.scheduler, own.scheduler),
+                "cache": merged(self.cache, own.cache),
+                "execution": merged(self.execution, own.execution),
+                "pool": inherited_pool(self.pool, own),
+                "ingress": self.ingress,
+            }
+        )
+
     @property
     def max_ingress_requests(self) -> int:
         """Requests one ingress replica may hold: all that the pool takes and a few more, so that
@@ -204,8 +218,14 @@ class ServiceConfig(Section):
         """
         if self.ingress.max_ongoing_requests is not None:
             return self.ingress.max_ongoing_requests
-        taken = self.scheduler.max_num_seqs + self.scheduler.max_num_waiting
-        return self.pool.num_replicas * taken + INGRESS_HEADROOM
+        return self.num_taken_requests + INGRESS_HEADROOM
+
+    @property
+    def num_taken_requests(self) -> int:
+        """Requests that all replicas of all pools run and queue."""
+        if self.pools:
+            return sum(self.for_pool(name).num_taken_requests for name in self.pools)
+        return self.pool.max_replicas * self.scheduler.max_num_held
 
 
 def _explain(error: ValidationError, where: str) -> ConfigError:

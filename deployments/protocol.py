@@ -179,7 +179,9 @@ class GenerateRequest:
 
     `priority` 0 is most urgent. `chunk_size` caps this request's chunks below the engine's own
     setting. `arrival_time` is wall-clock seconds since the epoch (clocks of two processes share no
-    other zero). Requests with different `cache_salt` never share KV blocks.
+    other zero). Requests with different `cache_salt` never share KV blocks. `block_hashes` name the
+    prompt's full blocks, first to last, for whoever chooses a replica: a hint, nothing is reused
+    because of it.
     """
 
     request_id: str
@@ -189,6 +191,7 @@ class GenerateRequest:
     chunk_size: int | None = None
     arrival_time: float = 0.0
     cache_salt: str = ""
+    block_hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +209,26 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
     """Durations of one request in seconds, measured by the engine's clock from its arrival
-    there.
+    there, and how much it took.
+
+    `queued_s` ends at its first step, or with the request if it never ran.
     """
 
     queued_s: float
     first_token_s: float | None
     total_s: float
     num_preemptions: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """The metrics page of one replica (Prometheus text, version 0.0.4), and which one it is."""
+
+    deployment: str
+    replica: str
+    text: bytes
 
 
 @dataclass(frozen=True, slots=True)

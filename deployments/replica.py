@@ -4,10 +4,26 @@ purpose.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from ray import serve
 
 from deployments.config import ServiceConfig
-from deployments.protocol import EngineStats, GenerateRequest, ModelCard, TokenChunk
+from deployments.protocol import (
+    EngineStats,
+    GenerateRequest,
+    ModelCard,
+    ReplicaMetrics,
+    TokenChunk,
+)
+from deployments.replica_choice import ReplicaReport, count_tokens
+
+if TYPE_CHECKING:
+    from deployments.execution.model_executor import ModelExecutor
 
 
 class EngineReplica:
@@ -21,29 +37,58 @@ class EngineReplica:
     """
 
     def __init__(self, config: ServiceConfig) -> None:
-        # Here, so that the ingress and the command line, which import this class to deploy it, need
-        # no torch.
         from deployments.engine.clock import WallClock
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
-        from deployments.execution.model_executor import ModelExecutor
+        from deployments.execution.startup import made_to_stay
+        from deployments.metrics import EngineCollector, EngineMeters
 
-        executor = ModelExecutor.load(config)
+        with made_to_stay():
+            executor = self.load(config)
+            from deployments.execution.kv_cache import used_bytes_reader
         clock = WallClock()
-        engine = Engine.build(config.scheduler, config.cache, executor, clock)
+        meters = EngineMeters(clock)
+        engine = Engine.build(config.scheduler, config.cache, executor, clock, [meters])
         self._card = executor.model_card()
         self._thread = EngineThread(engine, clock, stuck_after_s=config.pool.stuck_after_s)
+        self._registry = CollectorRegistry()
+        self._registry.register(
+            EngineCollector(
+                meters,
+                self._thread.stats,
+                has_prefix_cache=config.cache.enable_prefix_caching,
+                find_used_bytes=used_bytes_reader(executor.device),
+            )
+        )
         self._thread.start()
+        self._num_cacheable_blocks = (
+            executor.limits.num_blocks - 1 if config.cache.enable_prefix_caching else 0
+        )
+        self._num_outstanding_tokens = 0
+
+    @staticmethod
+    def load(config: ServiceConfig) -> ModelExecutor:
+        """The executor of the configured model; a subclass may bring another that has the same
+        methods.
+        """
+        # Here, so that the ingress and the command line, which import this class to deploy it, need
+        # no torch.
+        from deployments.execution.model_executor import ModelExecutor
+
+        return ModelExecutor.load(config)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Continue a prompt; a refusal is a chunk with an error. Closing or cancelling this aborts
         the request.
         """
         chunks = self._thread.generate(request)
+        num_tokens = count_tokens(request)
+        self._num_outstanding_tokens += num_tokens
         try:
             async for chunk in chunks:
                 yield chunk
         finally:
+            self._num_outstanding_tokens -= num_tokens
             await chunks.aclose()
 
     async def model_card(self) -> ModelCard:
@@ -53,6 +98,20 @@ class EngineReplica:
     async def stats(self) -> EngineStats:
         """The state of the engine now."""
         return self._thread.stats()
+
+    async def metrics(self) -> ReplicaMetrics:
+        """Its page for Prometheus, at this moment."""
+        this = serve.get_replica_context().replica_id
+        return ReplicaMetrics(
+            deployment=this.deployment_id.name,
+            replica=this.unique_id,
+            text=generate_latest(self._registry),
+        )
+
+    async def record_routing_stats(self) -> dict[str, int]:
+        """A ReplicaReport, as fields: Serve asks periodically and tells all who route."""
+        report = ReplicaReport(self._num_outstanding_tokens, self._num_cacheable_blocks)
+        return dataclasses.asdict(report)
 
     async def check_health(self) -> None:
         """Serve calls this periodically and replaces the replica when it raises.

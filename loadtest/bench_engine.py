@@ -40,8 +40,10 @@ Timed = Callable[[Prompts], float]
 _START = """
 import time; started = time.monotonic()
 from deployments.config import ServiceConfig
-from deployments.execution.model_executor import ModelExecutor
-ModelExecutor.load(ServiceConfig.model_validate_json({config!r}))
+from deployments.execution.startup import made_to_stay
+with made_to_stay():
+    from deployments.execution.model_executor import ModelExecutor
+    ModelExecutor.load(ServiceConfig.model_validate_json({config!r}))
 print(time.monotonic() - started)
 """
 

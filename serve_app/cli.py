@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deployments.config import ConfigError, ServiceConfig, load_service_config
+from deployments.execution.startup import made_to_stay
 from deployments.protocol import RequestRefused, SamplingParams
 
 if TYPE_CHECKING:
@@ -92,9 +93,10 @@ def _generate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     prompt = _prompt_of(arguments)
-    from serve_app.local_engine import LocalEngine
+    with made_to_stay():
+        from serve_app.local_engine import LocalEngine
 
-    local = LocalEngine(_config_of(arguments))
+        local = LocalEngine(_config_of(arguments))
     try:
         ids = local.tokenizer.encode(prompt) if arguments.raw else local.encode_chat(prompt)
         return asyncio.run(_print_answer(local.stream(ids, params)))
@@ -220,6 +222,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
+    from loadtest import bench_serve
+
+    served = kinds.add_parser(
+        "serve", help="the HTTP service without a model, beside a bare Serve application"
+    )
+    bench_serve.add_arguments(served)
+    served.set_defaults(run=bench_serve.main)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:

@@ -64,19 +64,19 @@ def _log_failure(asking: asyncio.Future[ServedModel]) -> None:
 
 
 class Ingress:
-    """The ingress deployment: HTTP in front of a pool of replicas. Serve asks it for its
+    """The ingress deployment: HTTP in front of pools of replicas. Serve asks it for its
     application.
 
     Args:
-        engine: handle of the pool.
+        engines: handles of the pools, by name.
         config: the service's configuration.
     """
 
-    def __init__(self, engine: Any, config: ServiceConfig) -> None:
+    def __init__(self, engines: dict[str, Any], config: ServiceConfig) -> None:
         # Here, so that this module stays free of Ray.
-        from serve_app.pools import RayBackend
+        from serve_app.pools import Pools
 
-        self._backend = RayBackend(engine)
+        self._backend = Pools.over_handles(engines, config)
         self._config = config
 
     def __serve_build_asgi_app__(self) -> FastAPI:

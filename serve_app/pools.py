@@ -1,165 +1,213 @@
-"""A pool of engine replicas as a backend, over its Serve handle.
+"""The pools behind an ingress as one backend: which pool a request goes to, and where next.
 
-Owns what Ray's failures mean to a request. Handles stream by gRPC (`_by_reference=False`): a
-quarter of the CPU of object references. Streams are closed and cancelled explicitly, each within
-the other: implicit cancellation loses some in abort storms.
+Owns the rule from priority class to pool, and the spill-over between pools. What Ray's failures
+mean inside one is `ray_pool`'s.
+
+    class 0 ─► chat ──── full, or no replica ───► batch
+    class 1 ─► batch     (spills_to: batch)
+    others  ─► the default pool
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any, Protocol
 
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-
+from deployments.config import ServiceConfig
 from deployments.protocol import (
     EngineStats,
-    ErrorInfo,
     ErrorKind,
-    FinishReason,
     GenerateRequest,
     ModelCard,
     TokenChunk,
 )
 from serve_app.errors import BackendUnavailable
+from serve_app.metrics import PoolMetrics
+from serve_app.ray_pool import PoolCounters, RayPool
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRIES = 2
-"""Of a request whose replica died before it sent anything."""
-CONTROL_TIMEOUT_S = 5.0
-"""For questions to all replicas (health, stats)."""
 
+class Pool(Protocol):
+    """One pool: as `backend.Backend`, and able to pass a question to each of its replicas."""
 
-def _failed(request: GenerateRequest, kind: ErrorKind, message: str) -> TokenChunk:
-    return TokenChunk(
-        request.request_id, finish_reason=FinishReason.ERROR, error=ErrorInfo(kind, message)
-    )
-
-
-def _is_elsewhere_better(chunk: TokenChunk, num_retries: int) -> bool:
-    """Whether a first chunk says that this replica serves nobody, and another may be asked."""
-    gone = chunk.error is not None and chunk.error.kind is ErrorKind.UNAVAILABLE
-    return gone and num_retries < MAX_RETRIES
-
-
-class RayBackend:
-    """The replicas behind a handle. See `ingress.Backend`.
-
-    Args:
-        handle: of the engine deployment.
-    """
-
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self._handle = handle
-        # Kept, because options() costs more than the call.
-        self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
-        # By reference: a tokenizer's files exceed what one gRPC message may hold.
-        self._card = handle.options(method_name="model_card", _by_reference=True)
+    counters: PoolCounters
 
     async def model_card(self) -> ModelCard:
-        """See Backend; waits for a first replica to be up."""
-        try:
-            card: ModelCard = await self._card.remote()
-        except (RayError, RayServeException) as error:
-            raise BackendUnavailable(
-                f"no replica could describe its model: {_brief(error)}"
-            ) from error
-        return card
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See Backend."""
-        try:
-            async with aclosing(self._generate_with_retries(request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except BackPressureError:
-            yield _failed(request, ErrorKind.OVERLOADED, "the service is full now; try again later")
-        except DeploymentUnavailableError:
-            yield _failed(
-                request, ErrorKind.UNAVAILABLE, "no replica of the model is available now"
-            )
-        except RayActorError as error:
-            logger.warning("request %s lost its replica: %s", request.request_id, _brief(error))
-            yield _failed(
-                request, ErrorKind.ENGINE, "the replica that served this request was lost"
-            )
+        ...
 
-    async def _generate_with_retries(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[TokenChunk, None]:
-        for num_retries in range(MAX_RETRIES + 1):
-            has_begun = False
-            try:
-                async with aclosing(self._stream(request)) as chunks:
-                    async for chunk in chunks:
-                        if not has_begun and _is_elsewhere_better(chunk, num_retries):
-                            break
-                        has_begun = True
-                        yield chunk
-                    else:
-                        return
-            except RayActorError as error:
-                # Once a token has left, another replica could not go on from it; before, nobody saw
-                # anything.
-                if has_begun or num_retries == MAX_RETRIES:
-                    raise
-                logger.info(
-                    "request %s goes to another replica: %s", request.request_id, _brief(error)
-                )
-
-    async def _stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        # A streaming handle returns a generator, which its type does not tell.
-        stream = cast(DeploymentResponseGenerator[TokenChunk], self._generate.remote(request))
-        is_done = False
-        try:
-            async for chunk in stream:
-                yield chunk
-            is_done = True
-        except (RayError, RayServeException):
-            # It ended by itself; and cancel() would raise the same error once more.
-            is_done = True
-            raise
-        finally:
-            if not is_done:
-                stream.cancel()  # type: ignore[no-untyped-call]
-
-    async def stats(self) -> list[EngineStats]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """See Backend."""
-        answers = await self._ask_all("stats")
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise BackendUnavailable(
-                    f"a replica could not report: {_brief(answer)}"
-                ) from answer
-        return answers
+        ...
+
+    async def metrics(self) -> PoolMetrics:
+        """See MetricsSource."""
+        ...
 
     async def check_health(self) -> None:
-        """See Backend: healthy if at least one replica is."""
-        answers = await self._ask_all("check_health")
-        faults = [answer for answer in answers if isinstance(answer, BaseException)]
-        if len(faults) == len(answers):
-            raise BackendUnavailable(_brief(faults[0]) if faults else "no replica is running yet")
+        """See Backend."""
+        ...
 
-    async def _ask_all(self, method: str) -> list[Any]:
-        try:
-            answers: list[Any] = await self._handle.broadcast(method).results_async(
-                timeout_s=CONTROL_TIMEOUT_S, return_exceptions=True
-            )
-        except (RayError, RayServeException, TimeoutError) as error:
-            raise BackendUnavailable(f"the replicas could not be asked: {_brief(error)}") from error
-        return answers
+    async def ask_all(self, method: str) -> list[Any]:
+        """Each replica's answer or exception.
+
+        Raises:
+            BackendUnavailable: there is none.
+        """
+        ...
 
 
-def _brief(error: BaseException) -> str:
-    """An error in one line; Ray's own texts carry a remote stack trace, which belongs in a log
-    alone.
+class PoolRoutes:
+    """Which pools a priority class may use, in which order.
+
+    Args:
+        config: of the service; without `pools` there is one, named "engine".
     """
-    cause = getattr(error, "cause", None)
-    source = cause if isinstance(cause, BaseException) else error
-    lines = str(source).strip().splitlines()
-    return lines[-1] if lines else type(source).__name__
+
+    def __init__(self, config: ServiceConfig) -> None:
+        self.names = list(config.pools) or ["engine"]
+        self._default = config.default_pool or self.names[0]
+        self._by_priority = {
+            priority: name for name, pool in config.pools.items() for priority in pool.priorities
+        }
+        self._next = {name: pool.spills_to for name, pool in config.pools.items()}
+
+    def find_route(self, priority: int) -> list[str]:
+        """The class's own pool, then where it spills to, each pool once."""
+        route: list[str] = []
+        name: str | None = self._by_priority.get(priority, self._default)
+        while name is not None and name not in route:
+            route.append(name)
+            name = self._next.get(name)
+        return route
+
+
+def _may_spill(chunk: TokenChunk) -> bool:
+    kinds = (ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE)
+    return chunk.error is not None and chunk.error.kind in kinds
+
+
+class Pools:
+    """All pools as one. See `backend.Backend`.
+
+    Args:
+        pools: by name.
+        routes: which class may use which.
+    """
+
+    def __init__(self, pools: Mapping[str, Pool], routes: PoolRoutes) -> None:
+        self._pools = pools
+        self._routes = routes
+        self.num_spilled = 0
+        """Requests that another pool than their own was asked to serve."""
+
+    @classmethod
+    def over_handles(cls, handles: Mapping[str, Any], config: ServiceConfig) -> Pools:
+        """The pools behind Serve's handles, by the names that `build_engines` gave them."""
+        if not config.pools:
+            ((name, handle),) = handles.items()
+            return cls({name: RayPool("the service", handle, config)}, PoolRoutes(config))
+        pools = {
+            name: RayPool(f"pool '{name}'", handle, config.for_pool(name))
+            for name, handle in handles.items()
+        }
+        return cls(pools, PoolRoutes(config))
+
+    async def model_card(self) -> ModelCard:
+        """Of whichever pool says it first: all serve one model.
+
+        Raises:
+            BackendUnavailable: no pool can say.
+        """
+        asking = [asyncio.ensure_future(pool.model_card()) for pool in self._pools.values()]
+        faults: list[BackendUnavailable] = []
+        try:
+            for answer in asyncio.as_completed(asking):
+                try:
+                    return await answer
+                except BackendUnavailable as fault:
+                    faults.append(fault)
+        finally:
+            for task in asking:
+                task.cancel()
+        raise faults[0]
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """See Backend. If no pool of the class serves it, the answer is its own pool's refusal."""
+        refusal: TokenChunk | None = None
+        for name in self._routes.find_route(request.priority):
+            if refusal is not None:
+                self.num_spilled += 1
+            async with aclosing(self._pools[name].generate(request)) as chunks:
+                has_begun = False
+                async for chunk in chunks:
+                    if not has_begun and _may_spill(chunk):
+                        refusal = refusal or chunk
+                        break
+                    has_begun = True
+                    yield chunk
+                else:
+                    return
+        if refusal is not None:
+            yield refusal
+
+    async def stats(self) -> list[EngineStats]:
+        """Of every replica of every pool that answers.
+
+        Raises:
+            BackendUnavailable: none does.
+        """
+        by_pool = await self.ask_all("stats")
+        answers = [answer for answers in by_pool.values() for answer in answers]
+        known = [answer for answer in answers if isinstance(answer, EngineStats)]
+        if not known:
+            raise BackendUnavailable("no replica could report")
+        return known
+
+    async def metrics(self) -> PoolMetrics:
+        """See MetricsSource: the pages of all pools."""
+        found = await asyncio.gather(*(pool.metrics() for pool in self._pools.values()))
+        pages = tuple(page for metrics in found for page in metrics.pages)
+        return PoolMetrics(pages, sum(metrics.num_missing for metrics in found))
+
+    async def ask_all(self, method: str) -> dict[str, list[Any]]:
+        """By pool, what each replica answers to a call without arguments, or the exception instead;
+        nothing for a pool without replicas.
+        """
+
+        async def ask(pool: Pool) -> list[Any]:
+            try:
+                return await pool.ask_all(method)
+            except BackendUnavailable:
+                return []
+
+        answers = await asyncio.gather(*(ask(pool) for pool in self._pools.values()))
+        return dict(zip(self._pools, answers, strict=True))
+
+    async def find_faults(self) -> dict[str, str]:
+        """The pools that cannot serve now, with the reason."""
+
+        async def find(pool: Pool) -> str | None:
+            try:
+                await pool.check_health()
+            except BackendUnavailable as fault:
+                return str(fault)
+            return None
+
+        faults = await asyncio.gather(*(find(pool) for pool in self._pools.values()))
+        pairs: Iterable[tuple[str, str | None]] = zip(self._pools, faults, strict=True)
+        return {name: fault for name, fault in pairs if fault is not None}
+
+    async def check_health(self) -> None:
+        """See Backend: healthy while one pool is, for its classes are served."""
+        faults = await self.find_faults()
+        if len(faults) == len(self._pools):
+            raise BackendUnavailable("; ".join(faults.values()))
+
+    def counters(self) -> dict[str, PoolCounters]:
+        """What happened to requests on their way, by pool."""
+        return {name: pool.counters for name, pool in self._pools.items()}

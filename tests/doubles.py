@@ -26,6 +26,7 @@ from deployments.engine.outputs import (
     SchedulerOutput,
 )
 from deployments.engine.scheduler import Scheduler
+from deployments.engine.stats import EngineObserver
 from deployments.engine.step_budget import FixedBudget
 from deployments.protocol import ErrorInfo, FinishReason, GenerateRequest, SamplingParams
 
@@ -98,6 +99,7 @@ def make_engine(
     executor: StepExecutor | None = None,
     clock: VirtualClock | None = None,
     enable_prefix_caching: bool = True,
+    observers: Sequence[EngineObserver] = (),
     **settings: object,
 ) -> Engine:
     """An engine, by default over a PagedFakeExecutor; `settings` are fields of SchedulerConfig."""
@@ -106,6 +108,7 @@ def make_engine(
         CacheConfig(enable_prefix_caching=enable_prefix_caching),
         executor or PagedFakeExecutor(),
         clock or VirtualClock(),
+        observers,
     )
 
 

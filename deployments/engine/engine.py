@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from deployments.config import CacheConfig, SchedulerConfig
@@ -14,7 +14,13 @@ from deployments.engine.clock import Clock
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.outputs import ModelLimits, ModelOutput, RequestOutput, SchedulerOutput
 from deployments.engine.scheduler import Scheduler
-from deployments.engine.stats import StepLog, StepStats, chunk_records
+from deployments.engine.stats import (
+    EngineObserver,
+    StepLog,
+    StepStats,
+    chunk_records,
+    step_tokens,
+)
 from deployments.engine.step_budget import FixedBudget
 from deployments.protocol import EngineStats, ErrorInfo, ErrorKind, GenerateRequest
 
@@ -61,18 +67,31 @@ class Engine:
         scheduler: decides what a step computes.
         executor: computes it.
         clock: where time comes from.
+        observers: are told of steps and ends.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: StepExecutor, clock: Clock) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: StepExecutor,
+        clock: Clock,
+        observers: Sequence[EngineObserver] = (),
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
+        self._observers = tuple(observers)
         self._num_failed_in_a_row = 0
         self.step_log = StepLog(NUM_LOGGED_STEPS)
 
     @classmethod
     def build(
-        cls, scheduler: SchedulerConfig, cache: CacheConfig, executor: StepExecutor, clock: Clock
+        cls,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        executor: StepExecutor,
+        clock: Clock,
+        observers: Sequence[EngineObserver] = (),
     ) -> Engine:
         """An engine over a loaded model, composed from the configuration."""
         limits = executor.limits
@@ -80,7 +99,7 @@ class Engine:
             BlockPool(limits.num_blocks), limits.block_size, cache.enable_prefix_caching
         )
         core = Scheduler(scheduler, limits, kv, FixedBudget(scheduler.token_budget), clock)
-        return cls(core, executor, clock)
+        return cls(core, executor, clock, observers)
 
     @property
     def has_requests(self) -> bool:
@@ -137,6 +156,8 @@ class Engine:
     def _after_failure(self, step: SchedulerOutput, error: Exception) -> list[RequestOutput]:
         self._num_failed_in_a_row += 1
         logger.error("a step of %d requests failed", len(step.scheduled), exc_info=error)
+        for observer in self._observers:
+            observer.on_failed_step()
         if self._num_failed_in_a_row >= MAX_FAILED_STEPS:
             raise EngineFailed(
                 f"{MAX_FAILED_STEPS} steps failed in a row, the last with: {error!r}"
@@ -149,22 +170,24 @@ class Engine:
     def _log_step(
         self, step: SchedulerOutput, started_s: float, scheduled_s: float, executed_s: float
     ) -> None:
-        self.step_log.add(
-            StepStats(
-                index=self.step_log.num_steps,
-                started_s=started_s,
-                schedule_s=scheduled_s - started_s,
-                execute_s=executed_s - scheduled_s,
-                update_s=self._clock.now() - executed_s,
-                num_prefill_tokens=step.num_prefill_tokens,
-                num_decode_tokens=step.num_decode_tokens,
-                num_running=self._scheduler.num_running,
-                num_waiting=self._scheduler.num_waiting,
-                num_free_blocks=self._scheduler.num_free_blocks,
-                num_preempted=len(step.preempted),
-                chunks=chunk_records(step),
-            )
+        stats = StepStats(
+            index=self.step_log.num_steps,
+            started_s=started_s,
+            schedule_s=scheduled_s - started_s,
+            execute_s=executed_s - scheduled_s,
+            update_s=self._clock.now() - executed_s,
+            num_prefill_tokens=step.num_prefill_tokens,
+            num_decode_tokens=step.num_decode_tokens,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_free_blocks=self._scheduler.num_free_blocks,
+            num_preempted=len(step.preempted),
+            tokens=step_tokens(step),
+            chunks=chunk_records(step),
         )
+        self.step_log.add(stats)
+        for observer in self._observers:
+            observer.on_step(stats)
         if logger.isEnabledFor(logging.DEBUG):
             _log_chunks(self.step_log.num_steps, step)
 
@@ -172,6 +195,9 @@ class Engine:
         if output is not None and output.finish_reason is not None:
             self.step_log.num_finished[output.finish_reason.value] += 1
             self.step_log.num_cached_tokens += output.num_cached_tokens
+            if output.timings is not None:
+                for observer in self._observers:
+                    observer.on_end(output.finish_reason, output.timings)
         return output
 
     def _count_all(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:

@@ -87,7 +87,7 @@ class KVCacheManager:
 
     def needs_block(self, request: Request) -> bool:
         """Whether its last known token has no block yet."""
-        return self.num_blocks_for(request.num_tokens) > len(self._tables[request.request_id])
+        return len(request.token_ids) > len(self._tables[request.request_id]) * self._block_size
 
     def append_block(self, request: Request) -> None:
         """Give it one more block.

@@ -80,6 +80,9 @@ class Request:
     ran the last one."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
+    token_gap_s: float | None = None
+    """Between its last two tokens."""
     finished_s: float | None = None
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
@@ -171,8 +174,11 @@ class Request:
     def append_token(self, token_id: int, now: float) -> None:
         """Take the token a step sampled for it."""
         self.token_ids.append(token_id)
-        if self.first_token_s is None:
+        if self.last_token_s is None:
             self.first_token_s = now
+        else:
+            self.token_gap_s = now - self.last_token_s
+        self.last_token_s = now
 
     def find_finish_reason(self, eos_token_ids: Container[int]) -> FinishReason | None:
         """Why its last token ends it; None if it goes on."""
@@ -202,4 +208,6 @@ class Request:
             else self.first_token_s - self.arrival_s,
             total_s=end - self.arrival_s,
             num_preemptions=self.num_preemptions,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
         )

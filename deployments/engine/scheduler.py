@@ -261,7 +261,7 @@ class Scheduler:
         # start.
         queue = self._waiting.in_order(now) if step.is_open_to_newcomers else ()
         waiting = takewhile(lambda _: self._may_admit_past(passed), queue)
-        for entry in merge(self._running_prefills(now), waiting, key=lambda entry: entry.key):
+        for entry in merge(self._running_prefills(step, now), waiting, key=lambda entry: entry.key):
             if step.num_tokens_left == 0:
                 break
             request = entry.request
@@ -279,12 +279,12 @@ class Scheduler:
         for request in admitted:
             self._waiting.remove(request)
 
-    def _running_prefills(self, now: float) -> list[QueuedRequest]:
-        timeout_s = self._config.batch_timeout_s
+    def _running_prefills(self, step: StepPlan, now: float) -> list[QueuedRequest]:
+        if step.num_decodes == len(self._running):
+            return []
+        after_s = self._config.batch_timeout_s
         entries = [
-            QueuedRequest(
-                request, order_key(request, request.num_uncomputed_tokens, now, timeout_s)
-            )
+            QueuedRequest(request, order_key(request, request.num_uncomputed_tokens, now, after_s))
             for request in self._running
             if not request.is_decode
         ]

@@ -1,18 +1,22 @@
-"""What the engine says about itself: one record a step, and counters over its life. Measures, never
-decides.
+"""What the engine says about itself: one record a step, counters over its life, and whom it tells.
+Measures, never decides.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from deployments.engine.outputs import ChunkReason, SchedulerOutput
+from deployments.engine.request import Request
+from deployments.protocol import FinishReason, RequestTimings
+
+_WITHOUT_TOKEN = (FinishReason.ABORT, FinishReason.ERROR)
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
+class ChunkRecord(NamedTuple):  # made for each row of each step: a quarter of a dataclass' cost
     """One row of a step: which tokens of which request, and why it was there."""
 
     request_id: str
@@ -20,6 +24,25 @@ class ChunkRecord:
     num_tokens: int
     reason: ChunkReason
     is_forced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What a step meant to its requests, summed up: the tokens it sampled, how long they were
+    waited for, in seconds, and what those who began found in the prefix cache.
+    """
+
+    num_sampled: int
+    first_token_s: tuple[float, ...]
+    """Since arrival, of each request that got its first token."""
+    gaps_s: Mapping[float, int]
+    """Since a request's token before -> how many waited so long. One entry mostly: all who were in
+    the step before waited equally long.
+    """
+    num_prompt_tokens: int
+    """Of the requests whose first chunk was in it."""
+    num_cached_tokens: int
+    """Of those prompts, found in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +60,24 @@ class StepStats:
     num_waiting: int
     num_free_blocks: int
     num_preempted: int
+    tokens: StepTokens
     chunks: tuple[ChunkRecord, ...]
+
+
+class EngineObserver(Protocol):
+    """Is told what happens in an engine, on the engine's thread: it must be quick and never raise.
+
+    The default of each method is to ignore what it is told.
+    """
+
+    def on_step(self, step: StepStats) -> None:
+        """A step has run."""
+
+    def on_failed_step(self) -> None:
+        """A step has raised; what it held has ended."""
+
+    def on_end(self, reason: FinishReason, timings: RequestTimings) -> None:
+        """A request has ended; called once for each that was accepted."""
 
 
 def chunk_records(output: SchedulerOutput) -> tuple[ChunkRecord, ...]:
@@ -51,6 +91,30 @@ def chunk_records(output: SchedulerOutput) -> tuple[ChunkRecord, ...]:
             row.is_forced,
         )
         for row in output.scheduled
+    )
+
+
+def step_tokens(output: SchedulerOutput) -> StepTokens:
+    """Sum up a step. Call once it is booked, before anything else happens to its requests."""
+    chunks = output.scheduled[output.num_decode_tokens :]
+    sampled = [row.request for row in output.scheduled if row.samples_token]
+    sampled = [request for request in sampled if request.finish_reason not in _WITHOUT_TOKEN]
+    gaps_s = Counter(request.token_gap_s for request in sampled)
+    begun = [row.request for row in chunks if row.reason is ChunkReason.ADMITTED]
+    return StepTokens(
+        num_sampled=len(sampled),
+        first_token_s=_first_token_s(sampled) if gaps_s.pop(None, 0) else (),
+        gaps_s={gap_s: count for gap_s, count in gaps_s.items() if gap_s is not None},
+        num_prompt_tokens=sum(request.num_prompt_tokens for request in begun),
+        num_cached_tokens=sum(request.num_cached_tokens for request in begun),
+    )
+
+
+def _first_token_s(sampled: Iterable[Request]) -> tuple[float, ...]:
+    return tuple(
+        request.last_token_s - request.arrival_s
+        for request in sampled
+        if request.token_gap_s is None and request.last_token_s is not None
     )
 
 

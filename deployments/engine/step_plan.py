@@ -32,6 +32,11 @@ class StepPlan:
         self.num_tokens_left = budget
         self.is_open_to_newcomers = True
 
+    @property
+    def num_decodes(self) -> int:
+        """Decodes in it so far."""
+        return len(self._decodes)
+
     def add_decode(self, request: Request, block_table: Sequence[int]) -> None:
         """Put in the token it sampled last."""
         self.num_tokens_left -= 1

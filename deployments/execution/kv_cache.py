@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,6 +164,20 @@ def num_free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return num_free_cpu_bytes()
+
+
+def used_bytes_reader(device: torch.device) -> Callable[[], int] | None:
+    """Reads how much memory of a device is in use, by all that run on it; None where the device is
+    no GPU, whose memory is the machine's.
+    """
+    if device.type != "cuda":
+        return None
+
+    def read() -> int:
+        num_free, num_bytes = torch.cuda.mem_get_info(device)
+        return num_bytes - num_free
+
+    return read
 
 
 def num_blocks_that_fit(

@@ -17,6 +17,7 @@ from deployments.execution.attention.backend import AttentionBackend
 from deployments.execution.attention.cpu_sdpa import CpuSdpaAttention
 from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.attention.reference import ReferenceAttention
+from deployments.execution.few_rows import choose_few_rows
 from deployments.execution.kv_cache import (
     CPU_DEFAULT_MAX_GB,
     LayerSpec,
@@ -32,8 +33,9 @@ from deployments.execution.load_gate import (
     probe_layers,
 )
 from deployments.execution.model_loader import LoadedModel, default_num_threads, load_model
+from deployments.execution.model_source import cache_root
 from deployments.execution.packed_forward import PackedForward
-from deployments.execution.prepack import prepack_linears
+from deployments.execution.prepack import prepack_linears, restore_linears
 from deployments.execution.sampler import Sampler
 from deployments.protocol import ModelCard
 
@@ -93,7 +95,8 @@ class ModelExecutor:
         answers = eager_answers(model, self._attention, specs, loaded.max_model_len)
         # In between, so that the prepacked weights are checked as well.
         if device.type == "cpu" and config.execution.prepack_weights:
-            prepack_linears(model, num_free_bytes(device))
+            few_rows = choose_few_rows(config.execution.compile_kernels, cache_root(config.model))
+            prepack_linears(model, num_free_bytes(device), few_rows)
         check_against_eager(model, self._attention, backend, specs, answers, block_size)
         num_blocks = num_blocks_that_fit(
             num_free_bytes(device),
@@ -139,6 +142,12 @@ class ModelExecutor:
         return self._limits
 
     @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        device: torch.device = self._loaded.model.device
+        return device
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of weights, keys and values."""
         return self._loaded.model.dtype
@@ -161,5 +170,6 @@ class ModelExecutor:
             return self._sampler.sample(packed.logits, [row.request for row in packed.sampled])
 
     def close(self) -> None:
-        """Give the model its own attention back; the executor is of no more use."""
+        """Give the model its own attention and layers back; the executor is of no more use."""
         self._attention.restore()
+        restore_linears(self._loaded.model)

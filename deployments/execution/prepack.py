@@ -1,13 +1,14 @@
 """Linear weights in the layout a CPU's matrix kernels want, reordered once at load instead of at
 each product.
 
-    weights     CPU                     one row      several rows
+    weights     CPU                     a few rows   many rows
     float32     any                     as loaded    float32, reordered
     bfloat16    multiplies bfloat16     reordered    reordered
     bfloat16    does not                as loaded    widened to float32, reordered
 
-One row is bound by reading the weights, several by multiplying; a CPU without bfloat16 products
-multiplies float32 several times faster, at the price of a second, wider copy of the weights.
+Few rows are bound by reading the weights (see few_rows), many by multiplying; a CPU without
+bfloat16 products multiplies float32 several times faster, at the price of a second, wider copy of
+the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import logging
 
 import torch
 from torch import Tensor, nn
+
+from deployments.execution.few_rows import FewRows
 
 logger = logging.getLogger(__name__)
 
@@ -35,36 +38,46 @@ class PrepackedLinear(nn.Module):
     """A linear layer with a reordered copy of its weight; inference only.
 
     Args:
-        layer: its bias is shared, its weight copied into the new layout.
+        layer: its weight is copied into the new layout.
         packed_dtype: of the copy.
-        keeps_weight: whether one row goes through the weight as loaded.
+        few_rows: computes few rows by the weight as loaded, so the layer is kept; None: the copy
+            serves them, too, and the layer is let go.
     """
 
-    def __init__(self, layer: nn.Linear, packed_dtype: torch.dtype, keeps_weight: bool) -> None:
+    def __init__(
+        self, layer: nn.Linear, packed_dtype: torch.dtype, few_rows: FewRows | None
+    ) -> None:
         super().__init__()
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         self._dtype = layer.weight.dtype
         self._packed_dtype = packed_dtype
-        self.bias = layer.bias
-        self.weight = layer.weight if keeps_weight else None
+        self._few_rows = few_rows
+        # In a list, since it is no part of this module: nobody is to find it among the modules of
+        # the model, and replace it.
+        self._kept = [] if few_rows is None else [layer]
         self._packed_bias = None if layer.bias is None else layer.bias.detach().to(packed_dtype)
         weight = layer.weight.detach().to(packed_dtype)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
+    @property
+    def kept_layer(self) -> nn.Linear | None:
+        """The layer this stands for, if it was kept."""
+        return self._kept[0] if self._kept else None
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
-        if self.weight is not None and x.numel() == self.in_features:
-            return self._one_row(x, self.weight)
+        if self._few_rows is not None:
+            num_rows = x.numel() // self.in_features
+            if 0 < num_rows <= self._few_rows.max_rows:
+                rows = x.reshape(num_rows, self.in_features)
+                layer = self._kept[0]
+                few = self._few_rows.linear(rows, layer.weight, layer.bias)
+                return few.view(*x.shape[:-1], self.out_features)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x.to(self._packed_dtype), self._packed, self._packed_bias, "none", [], ""
         )
         return out.to(self._dtype)
-
-    def _one_row(self, x: Tensor, weight: Tensor) -> Tensor:
-        # A matrix-vector product, without what a matrix product of one row costs around it.
-        out = torch.mv(weight, x.view(-1))
-        return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], -1)
 
 
 def _packed_form(dtype: torch.dtype) -> tuple[torch.dtype, bool]:
@@ -74,8 +87,9 @@ def _packed_form(dtype: torch.dtype) -> tuple[torch.dtype, bool]:
     return torch.float32, True
 
 
-def prepack_linears(model: nn.Module, num_free_bytes: int) -> int:
-    """Replace the linear layers of `model`; returns how many.
+def prepack_linears(model: nn.Module, num_free_bytes: int, few_rows: FewRows) -> int:
+    """Replace the linear layers of `model`; returns how many. `few_rows` serves them where the
+    weights stay as loaded.
 
     None is replaced if their copies would take more than half of `num_free_bytes`, which the KV
     cache needs too.
@@ -91,5 +105,13 @@ def prepack_linears(model: nn.Module, num_free_bytes: int) -> int:
         logger.warning("weights are not prepacked: their copies would take %d bytes", num_bytes)
         return 0
     for name, layer in found:
-        model.set_submodule(name, PrepackedLinear(layer, dtype, keeps_weight))
+        model.set_submodule(name, PrepackedLinear(layer, dtype, few_rows if keeps_weight else None))
     return len(found)
+
+
+def restore_linears(model: nn.Module) -> None:
+    """Put the layers back that were kept."""
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, PrepackedLinear)]
+    for name, packed in found:
+        if packed.kept_layer is not None:
+            model.set_submodule(name, packed.kept_layer)

@@ -7,6 +7,7 @@ import torch
 from tiny_models import Oracle, assert_same, greedy, make_executor, make_model, make_prompt, run
 from torch import nn
 
+from deployments.execution.few_rows import FewRows, TorchRow
 from deployments.execution.prepack import (
     PrepackedLinear,
     multiplies_bfloat16,
@@ -14,11 +15,11 @@ from deployments.execution.prepack import (
 )
 
 FORMS = [
-    (torch.float32, torch.float32, True),
-    (torch.float32, torch.float32, False),
-    (torch.bfloat16, torch.float32, True),
+    (torch.float32, torch.float32, TorchRow()),
+    (torch.float32, torch.float32, None),
+    (torch.bfloat16, torch.float32, TorchRow()),
     pytest.param(
-        (torch.bfloat16, torch.bfloat16, False),
+        (torch.bfloat16, torch.bfloat16, None),
         marks=pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no bfloat16"),
     ),
 ]
@@ -27,13 +28,13 @@ FORMS = [
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_prepacked_linear_is_the_linear(
-    form: tuple[torch.dtype, torch.dtype, bool], bias: bool
+    form: tuple[torch.dtype, torch.dtype, FewRows | None], bias: bool
 ) -> None:
     """A reordered weight gives the same products, for any number of rows, none included."""
-    dtype, packed_dtype, keeps_weight = form
+    dtype, packed_dtype, few_rows = form
     torch.manual_seed(0)
     layer = nn.Linear(24, 40, bias=bias, dtype=dtype)
-    packed = PrepackedLinear(layer, packed_dtype, keeps_weight)
+    packed = PrepackedLinear(layer, packed_dtype, few_rows)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for shape in ((0, 24), (1, 24), (5, 24), (1, 1, 24), (1, 0, 24), (1, 7, 24), (24,)):
         x = torch.randn(shape, dtype=dtype)
@@ -70,6 +71,6 @@ def test_copies_that_memory_does_not_hold_are_not_made() -> None:
     model = make_model("llama")
     layers = [m for m in model.modules() if type(m) is nn.Linear]
     num_bytes = 4 * sum(layer.weight.numel() for layer in layers)
-    assert prepack_linears(model, 2 * num_bytes - 1) == 0
-    assert prepack_linears(model, 2 * num_bytes) == len(layers)
-    assert prepack_linears(model, 2 * num_bytes) == 0
+    assert prepack_linears(model, 2 * num_bytes - 1, TorchRow()) == 0
+    assert prepack_linears(model, 2 * num_bytes, TorchRow()) == len(layers)
+    assert prepack_linears(model, 2 * num_bytes, TorchRow()) == 0

@@ -1,178 +1,171 @@
-"""What Ray's failures mean to a request, with a handle that fails on cue; no Ray is started."""
+"""Which pool serves whom, with pools that follow a script; no Ray is started."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, RayTaskError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from deployments.config import parse_service_config
 from deployments.protocol import (
+    EngineStats,
     ErrorInfo,
     ErrorKind,
     FinishReason,
     GenerateRequest,
+    ModelCard,
     SamplingParams,
     TokenChunk,
 )
 from serve_app.errors import BackendUnavailable
-from serve_app.pools import RayBackend
+from serve_app.pools import PoolRoutes, Pools
+from serve_app.ray_pool import PoolCounters
 
-REQUEST = GenerateRequest("a", (1, 2), SamplingParams())
-TOKEN = TokenChunk("a", [1])
-END = TokenChunk("a", finish_reason=FinishReason.STOP)
-
-
-class FakeStream:
-    def __init__(self, script: list[Any]) -> None:
-        self._script = script
-        self.num_cancels = 0
-
-    def cancel(self) -> None:
-        self.num_cancels += 1
-
-    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
-        for item in self._script:
-            if isinstance(item, Exception):
-                raise item
-            yield item
+CARD = ModelCard("m", 10, 10, 4, (), {})
+STATS = EngineStats(0, 0, 7, 8, 3, 20, 5, 4, 0, 0, {})
+SERVICE = {
+    "pools": {
+        "chat": {"priorities": [0, 1], "spills_to": "batch"},
+        "batch": {"priorities": [2], "spills_to": "chat"},
+        "bulk": {"priorities": [3]},
+    },
+    "default_pool": "bulk",
+}
 
 
-class FakeHandle:
-    """Gives one script to each call; answers of broadcasts are fixed."""
+@dataclass
+class FakePool:
+    """Answers with one token, or refuses."""
 
-    def __init__(self, *scripts: list[Any], answers: list[Any] | Exception = ()) -> None:  # type: ignore[assignment]
-        self.streams = [FakeStream(script) for script in scripts]
-        self.num_calls = 0
-        self.options_asked: list[dict[str, Any]] = []
-        self._answers = answers
+    name: str
+    refuses: ErrorKind | None = None
+    fails_after_a_token: bool = False
+    sickness: str | None = None
+    is_silent: bool = False
+    num_asked: int = 0
+    num_closed: int = 0
+    counters: PoolCounters = field(default_factory=PoolCounters)
 
-    def options(self, **options: Any) -> FakeHandle:
-        self.options_asked.append(options)
-        return self
+    async def model_card(self) -> ModelCard:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        if self.sickness is not None:
+            raise BackendUnavailable(self.sickness)
+        return CARD
 
-    def remote(self, _request: GenerateRequest) -> FakeStream:
-        self.num_calls += 1
-        return self.streams[self.num_calls - 1]
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        self.num_asked += 1
+        try:
+            if self.refuses is None:
+                yield TokenChunk(self.name, [1])
+            if self.refuses is not None or self.fails_after_a_token:
+                error = ErrorInfo(self.refuses or ErrorKind.UNAVAILABLE, f"{self.name} is full")
+                yield TokenChunk(self.name, finish_reason=FinishReason.ERROR, error=error)
+            else:
+                yield TokenChunk(self.name, finish_reason=FinishReason.LENGTH)
+        finally:
+            self.num_closed += 1
 
-    def broadcast(self, _method: str) -> FakeHandle:
-        return self
+    async def check_health(self) -> None:
+        if self.sickness is not None:
+            raise BackendUnavailable(self.sickness)
 
-    async def results_async(self, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        if isinstance(self._answers, Exception):
-            raise self._answers
-        return self._answers
+    async def ask_all(self, method: str) -> list[Any]:
+        if self.sickness is not None:
+            raise BackendUnavailable(self.sickness)
+        return [STATS, TimeoutError("silent")]
 
 
-def read(handle: FakeHandle) -> list[TokenChunk]:
+def make_pools(*fakes: FakePool) -> Pools:
+    return Pools({fake.name: fake for fake in fakes}, PoolRoutes(parse_service_config(SERVICE)))
+
+
+def served_by(pools: Pools, priority: int) -> list[TokenChunk]:
     async def scenario() -> list[TokenChunk]:
-        backend = RayBackend(handle)  # type: ignore[arg-type]
-        return [chunk async for chunk in backend.generate(REQUEST)]
+        request = GenerateRequest("a", (1,), SamplingParams(), priority=priority)
+        return [chunk async for chunk in pools.generate(request)]
 
     return asyncio.run(scenario())
 
 
-def test_a_replica_lost_before_the_first_token_is_replaced() -> None:
-    """A request fails although no token of it was seen and another replica could serve it."""
-    handle = FakeHandle([ActorDiedError()], [ActorDiedError()], [TOKEN, END])
-    assert read(handle) == [TOKEN, END]
-
-
-def test_retries_are_bounded() -> None:
-    """A request that kills replicas is sent to one after the other."""
-    handle = FakeHandle(*[[ActorDiedError()]] * 4)
-    (chunk,) = read(handle)
-    assert handle.num_calls == 3
-    assert chunk.error is not None and chunk.error.kind is ErrorKind.ENGINE
-
-
-def test_a_replica_lost_after_the_first_token_is_an_error() -> None:
-    """Tokens are sent twice, or the answer seems complete, when a replica dies midway."""
-    handle = FakeHandle([TOKEN, ActorDiedError()], [TOKEN, END])
-    first, last = read(handle)
-    assert (first, handle.num_calls) == (TOKEN, 1)
-    assert last.finish_reason is FinishReason.ERROR
-    assert last.error is not None and last.error.kind is ErrorKind.ENGINE
-
-
 @pytest.mark.parametrize(
-    "failure, kind",
-    [
-        (BackPressureError(1, 1), ErrorKind.OVERLOADED),
-        (DeploymentUnavailableError("x"), ErrorKind.UNAVAILABLE),
-    ],
+    "priority, name", [(0, "chat"), (1, "chat"), (2, "batch"), (3, "bulk"), (99, "bulk")]
 )
-def test_refusals_of_serve_are_not_retried(failure: Exception, kind: ErrorKind) -> None:
-    """A full service is asked again at once, or its refusal becomes a 500."""
-    handle = FakeHandle([failure])
-    (chunk,) = read(handle)
-    assert chunk.error is not None and chunk.error.kind is kind
-    assert (handle.num_calls, handle.streams[0].num_cancels) == (1, 0)
+def test_a_class_is_served_by_its_pool(priority: int, name: str) -> None:
+    """A class shares replicas with another, or one without a pool is refused."""
+    fakes = [FakePool("chat"), FakePool("batch"), FakePool("bulk")]
+    assert served_by(make_pools(*fakes), priority)[0].request_id == name
+    assert {fake.name: fake.num_asked for fake in fakes if fake.num_asked} == {name: 1}
 
 
-def test_closing_cancels_the_stream_once() -> None:
-    """A reader that leaves relies on implicit cancellation, which loses requests."""
+def test_without_pools_one_serves_all() -> None:
+    """The short form of the configuration has no pool at all."""
+    routes = PoolRoutes(parse_service_config({}))
+    assert routes.find_route(0) == routes.find_route(7) == ["engine"]
 
-    async def scenario(handle: FakeHandle) -> int:
-        chunks = RayBackend(handle).generate(REQUEST)  # type: ignore[arg-type]
-        assert await anext(chunks) == TOKEN
+
+@pytest.mark.parametrize("kind", [ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE])
+def test_a_full_or_absent_pool_spills_over(kind: ErrorKind) -> None:
+    """A class is refused while the pool it may spill to is idle."""
+    full = FakePool("chat", refuses=kind)
+    pools = make_pools(full, FakePool("batch"), FakePool("bulk"))
+    assert [chunk.request_id for chunk in served_by(pools, 0)] == ["batch", "batch"]
+    assert (pools.num_spilled, full.num_closed) == (1, 1)
+
+
+def test_pools_that_spill_to_each_other_refuse_once_both_are_full() -> None:
+    """Two full pools send a request to and fro for ever; or the refusal names a pool that its
+    client's class does not know."""
+    full = [FakePool(name, refuses=ErrorKind.OVERLOADED) for name in ("chat", "batch")]
+    (chunk,) = served_by(make_pools(*full, FakePool("bulk")), 2)
+    assert chunk.error is not None and chunk.error.message == "batch is full"
+    assert [fake.num_asked for fake in full] == [1, 1]
+
+
+def test_what_is_no_matter_of_load_does_not_spill() -> None:
+    """A bad request, or one that had a token, is tried elsewhere and maybe answered twice."""
+    wrong = FakePool("chat", refuses=ErrorKind.INVALID)
+    (chunk,) = served_by(make_pools(wrong, FakePool("batch"), FakePool("bulk")), 0)
+    assert chunk.error is not None and chunk.error.kind is ErrorKind.INVALID
+    broken = FakePool("chat", fails_after_a_token=True)
+    chunks = served_by(make_pools(broken, FakePool("batch"), FakePool("bulk")), 0)
+    assert [chunk.request_id for chunk in chunks] == ["chat", "chat"]
+
+
+def test_closing_closes_the_pool_that_serves() -> None:
+    """A client leaves, and its request goes on."""
+    fake = FakePool("chat")
+    pools = make_pools(fake, FakePool("batch"), FakePool("bulk"))
+
+    async def scenario() -> None:
+        chunks = pools.generate(GenerateRequest("a", (1,), SamplingParams()))
+        await anext(chunks)
         await chunks.aclose()
-        return handle.streams[0].num_cancels
 
-    assert asyncio.run(scenario(FakeHandle([TOKEN, TOKEN, END]))) == 1
-
-
-def test_a_finished_stream_is_not_cancelled() -> None:
-    """Every finished request costs a cancellation."""
-    handle = FakeHandle([TOKEN, END])
-    read(handle)
-    assert handle.streams[0].num_cancels == 0
+    asyncio.run(scenario())
+    assert fake.num_closed == 1
 
 
-def test_handles_stream_by_value_and_cards_travel_by_reference() -> None:
-    """Tokens go through the object store, or a tokenizer exceeds the message limit."""
-    handle = FakeHandle()
-    RayBackend(handle)  # type: ignore[arg-type]
-    by_method = {options["method_name"]: options for options in handle.options_asked}
-    assert by_method["generate"] | {"stream": True} == by_method["generate"]
-    assert by_method["generate"]["_by_reference"] is False
-    assert by_method["model_card"]["_by_reference"] is True
+def test_one_failing_pool_leaves_the_others_alone() -> None:
+    """A pool that cannot start takes /health, the model card or the stats of the others away."""
+    well = FakePool("batch")
+    pools = make_pools(FakePool("chat", sickness="no GPU"), well, FakePool("bulk", is_silent=True))
+    asyncio.run(pools.check_health())
+    assert asyncio.run(pools.find_faults()) == {"chat": "no GPU"}
+    assert asyncio.run(asyncio.wait_for(pools.model_card(), 5)) == CARD
+    assert asyncio.run(pools.stats()) == [STATS, STATS]
+    assert asyncio.run(pools.ask_all("stats"))["chat"] == []
 
 
-@pytest.mark.parametrize("answers", [[], [RuntimeError("dead")], TimeoutError("late")])
-def test_health_fails_when_no_replica_is_well(answers: Any) -> None:
-    """/health says 200 while every replica is dead, missing or silent."""
-    backend = RayBackend(FakeHandle(answers=answers))  # type: ignore[arg-type]
+def test_health_fails_when_no_pool_is_well() -> None:
+    """/health says 200 while nobody can be served."""
+    pools = make_pools(*(FakePool(name, sickness=f"{name} died") for name in ("chat", "batch")))
+    with pytest.raises(BackendUnavailable, match="chat died; batch died"):
+        asyncio.run(pools.check_health())
     with pytest.raises(BackendUnavailable):
-        asyncio.run(backend.check_health())
-
-
-def test_health_holds_while_one_replica_is_well() -> None:
-    """One sick replica takes the whole service out of traffic."""
-    backend = RayBackend(FakeHandle(answers=[RuntimeError("dead"), None]))  # type: ignore[arg-type]
-    asyncio.run(backend.check_health())
-
-
-def test_a_remote_trace_stays_in_the_log() -> None:
-    """The stack trace of a replica reaches the client of /health."""
-    failure = RayTaskError(
-        "check_health", "Traceback\n  File secret\n", RuntimeError("engine died")
-    )
-    backend = RayBackend(FakeHandle(answers=[failure]))  # type: ignore[arg-type]
-    with pytest.raises(BackendUnavailable, match="^engine died$"):
-        asyncio.run(backend.check_health())
-
-
-def test_a_replica_that_says_it_serves_nobody_is_passed_over() -> None:
-    """A dead engine has the shortest queue, so it draws all traffic and refuses it."""
-    gone = TokenChunk(
-        "a", finish_reason=FinishReason.ERROR, error=ErrorInfo(ErrorKind.UNAVAILABLE, "stopped")
-    )
-    handle = FakeHandle([gone], [TOKEN, END])
-    assert read(handle) == [TOKEN, END]
-    everywhere = FakeHandle([gone], [gone], [gone])
-    assert read(everywhere) == [gone]
-    assert everywhere.num_calls == 3
+        asyncio.run(pools.model_card())
+    with pytest.raises(BackendUnavailable):
+        asyncio.run(pools.stats())

@@ -23,11 +23,13 @@ from deployments.protocol import (
     FinishReason,
     GenerateRequest,
     ModelCard,
+    ReplicaMetrics,
     TokenChunk,
     TokenLogprobs,
 )
 from serve_app.errors import BackendUnavailable
 from serve_app.ingress import make_api
+from serve_app.metrics import PoolMetrics
 from serve_app.tokenization import Tokenizer
 
 MERGES = [
@@ -230,3 +232,6 @@ class ScriptedBackend:
     async def check_health(self) -> None:
         if self.sickness is not None:
             raise BackendUnavailable(self.sickness)
+
+    async def metrics(self) -> PoolMetrics:
+        return PoolMetrics((ReplicaMetrics("engine", "r1", b""),), 0)

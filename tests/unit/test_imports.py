@@ -19,7 +19,14 @@ STDLIB = frozenset(sys.stdlib_module_names)
 
 RECORDS = ("deployments.protocol", "deployments.config")
 CORE = ("deployments.engine", *RECORDS)
-REPLICA = ("deployments.execution", "deployments.replica", *CORE)
+REPLICA = (
+    "deployments.execution",
+    "deployments.metrics",
+    "deployments.replica",
+    "deployments.replica_choice",
+    "deployments.request_router",
+    *CORE,
+)
 NONE_OUTSIDE: tuple[str, ...] = ()
 
 
@@ -40,7 +47,15 @@ class Rule:
 # The first rule whose pattern fits holds.
 RULES = (
     Rule("deployments.protocol", (), NONE_OUTSIDE),
-    Rule("deployments.config", (), ("pydantic", "yaml")),
+    Rule("deployments.config_base", (), ("pydantic",)),
+    Rule("deployments.pool_config", ("deployments.config_base",), ("pydantic",)),
+    Rule(
+        "deployments.config",
+        ("deployments.config_base", "deployments.pool_config"),
+        ("pydantic", "yaml"),
+    ),
+    # The routing decision is plain code, so that tests and benchmarks run it without Ray.
+    Rule("deployments.replica_choice", ("deployments.protocol",), NONE_OUTSIDE),
     Rule("deployments.engine.clock", CORE, NONE_OUTSIDE, ("asyncio", "threading")),
     Rule("deployments.engine.engine_thread", CORE, NONE_OUTSIDE, ("time",)),
     # The mailbox between that thread and its readers: it waits on the event loop, and has no
@@ -71,15 +86,19 @@ RULES = (
         "serve_app.chunker",
         ("serve_app", "deployments.engine.chunk_plan", "deployments.engine.block_hash", *RECORDS),
     ),
+    Rule("serve_app.prompt_hashes", ("deployments.engine.block_hash", *RECORDS), NONE_OUTSIDE),
     Rule("serve_app*", ("serve_app", *RECORDS)),
     # It measures the executor beside its peers, so it has to load one.
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),
+    # Applications without a model: a composition root like `serve_app.app`.
+    Rule("loadtest.stub_app", ("deployments", "serve_app", "loadtest")),
     Rule(
         "loadtest*",
         (
             "loadtest",
             "deployments.execution.sim_executor",
             "deployments.execution.cost_model",
+            "deployments.replica_choice",
             *CORE,
         ),
     ),
@@ -160,7 +179,7 @@ def test_no_module_imports_what_it_must_not() -> None:
         ("deployments.execution.sampler", "import ray"),
         ("deployments.replica", "from serve_app.tokenization import Tokenizer"),
         ("deployments.unheard_of", ""),
-        ("serve_app.ingress", "from deployments.builder import build_engine"),
+        ("serve_app.ingress", "from deployments.builder import build_engines"),
         ("serve_app.ingress", "from deployments.engine.chunk_plan import plan_chunks"),
         ("serve_app.chunker", "from deployments.engine import scheduler"),
         ("serve_app.app", "import deployments.replica"),
@@ -179,7 +198,7 @@ def test_a_breach_is_found(module: str, source: str) -> None:
         ("deployments.engine.clock", "import time"),
         ("deployments.engine.engine_thread", "import asyncio, threading"),
         ("deployments.execution.sampler", "import torch\nfrom deployments.engine import outputs"),
-        ("serve_app.app", "from deployments.builder import build_engine"),
+        ("serve_app.app", "from deployments.builder import build_engines"),
         ("serve_app.cli", "from deployments.engine.engine import Engine"),
     ],
 )

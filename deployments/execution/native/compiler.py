@@ -1,0 +1,92 @@
+"""Turns one C++ source into a shared library for this very machine, once, into a cache.
+
+Plain C functions, called through ctypes: a second to compile, where an extension that includes
+torch's headers takes a minute. Does not know what the functions do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from filelock import FileLock
+
+COMPILERS = ("c++", "g++", "clang++")
+TIMEOUT_S = 120.0
+_FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+
+
+class CannotCompile(RuntimeError):
+    """No library could be made; the message says why and what to install."""
+
+
+def find_compiler() -> str:
+    """The C++ compiler to use: $CXX, or the first of the usual ones.
+
+    Raises:
+        CannotCompile: there is none.
+    """
+    for name in filter(None, (os.environ.get("CXX"), *COMPILERS)):
+        found = shutil.which(name)
+        if found:
+            return found
+    raise CannotCompile("there is no C++ compiler; install g++ or set CXX")
+
+
+def _native_flag() -> str:
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return "-march=native" if is_x86 else "-mcpu=native"
+
+
+def _processor() -> str:
+    """What tells two kinds of processor apart, as far as this system says: a cache may be shared
+    between machines.
+    """
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor()
+    said = info.read_text(errors="replace").splitlines()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in said if line.startswith(wanted)}))
+
+
+def _key(source: bytes, compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT_S).stdout
+    parts = (source, version, _processor().encode(), " ".join(_FLAGS).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def compile_once(source: Path, cache: Path) -> Path:
+    """The shared library of this source, made now if the cache does not have it.
+
+    Two processes may ask at once: one compiles, the other waits and finds it done.
+
+    Raises:
+        CannotCompile: there is no compiler, it fails, or the cache cannot be written.
+    """
+    compiler = find_compiler()
+    try:
+        library = cache / f"{source.stem}-{_key(source.read_bytes(), compiler)}.so"
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{library}.lock"):
+            if not library.exists():
+                _compile(compiler, source, library)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise CannotCompile(f"{source.name} could not be compiled: {error}") from error
+    return library
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        made = Path(folder, library.name)
+        command = [compiler, *_FLAGS, _native_flag(), "-o", str(made), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if done.returncode != 0:
+            raise CannotCompile(f"{compiler} failed on {source.name}: {done.stderr.strip()[-500:]}")
+        # Whole or not at all, whenever this process may die.
+        made.replace(library)

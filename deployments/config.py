@@ -146,6 +146,11 @@ class IngressConfig(Section):
     max_ongoing_requests: int | None = Field(default=None, ge=1)
     """Of one ingress replica; by default more than the whole pool takes, so that Serve never
     throttles the batch."""
+    adaptive_chunk_size: bool = False
+    """Ask for chunks of 256 tokens while the prompts seen are short, of 512 while they are long;
+    never above scheduler.chunk_size."""
+    default_priority: int = Field(default=0, ge=0, lt=2**31)
+    """Of requests that name neither a priority nor a service tier of another one."""
 
 
 class ServiceConfig(Section):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for per token (OpenAI's bound for chat)."""
@@ -40,6 +41,8 @@ class ErrorKind(str, Enum):
     """The replica is gone or draining; another may serve the same request."""
     ENGINE = "engine"
     """The engine failed while it held the request."""
+    TIMEOUT = "timeout"
+    """The client's own deadline passed before the answer was complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,16 @@ def _is_integer(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must look like. `text` is the JSON of a schema, a regular expression, or the
+    JSON of a list of choices; empty for any JSON object.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one request.
 
@@ -103,6 +116,10 @@ class SamplingParams:
     """None: no logprobs; 0: of the sampled token alone; n: of the n likeliest as well."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int | None = None
+    """As `num_logprobs`, for the tokens of the prompt."""
+    grammar: Grammar | None = None
+    """None: any text."""
 
     def __post_init__(self) -> None:
         def in_range(param: str, low: float, high: float) -> None:
@@ -231,6 +248,10 @@ class TokenChunk:
     num_cached_tokens: int = 0
     timings: RequestTimings | None = None
     error: ErrorInfo | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each prompt token, in the first chunk of a request that asked for them; nothing
+    precedes the first token, so it has none.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,74 +1,52 @@
-"""The OpenAI-compatible requests as pydantic models, and their one translation into SamplingParams.
+"""The OpenAI-compatible generation requests as pydantic models, and their one translation into
+SamplingParams.
 
 Owns types and what a field may hold. Ranges of sampling fields live in `SamplingParams`, once.
 Types are strict: "1" is no number, true is no integer, NaN is refused. Unknown fields are ignored,
 because OpenAI clients send many that change nothing here; fields that would change the answer and
-are not served are refused by name (`_REFUSED`).
+are not served are refused by name. Chat's own fields are in `chat_models`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
-from deployments.protocol import ErrorInfo, RequestRefused, SamplingParams
+from deployments.protocol import Grammar, RequestRefused, SamplingParams
+from serve_app import api_base
+from serve_app.api_base import REFUSED, ApiModel, Int64, Priority, Refusals, refuse
+from serve_app.errors import in_client_words
+from serve_app.grammar_fields import (
+    Choices,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    choice_grammar,
+    only_grammar,
+    regex_grammar,
+    schema_grammar,
+)
 
-MAX_STOP_STRINGS = 4
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions."""
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What fits the integers of the engine's tensors."""
-
-
-class ApiModel(BaseModel):
-    """A part of a request: strict types, unknown fields ignored."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, frozen=True)
+ServiceTier = Literal["auto", "default", "flex", "priority"]
 
 
 class StreamOptions(ApiModel):
-    """What a stream carries beside its text."""
+    """What a stream carries beside its text. `continuous_usage_stats` is accepted and ignored."""
 
     include_usage: bool | None = None
-
-
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "echo": ((None, False), "is not served: the prompt is never repeated; leave it out"),
-    "suffix": ((None,), "is not served: text is only continued at its end; leave it out"),
-    "best_of": ((None, 1), "is not served; leave it out or set 1"),
-    "tools": ((None, []), "are not served; leave them out"),
-    "functions": ((None, []), "are not served; leave them out"),
-    "response_format": ((None, {"type": "text"}), "other than text is not served; leave it out"),
-    "tool_choice": ((None, "none", "auto"), "needs tools, which are not served; leave it out"),
-    "truncate_prompt_tokens": ((None,), "is not served; shorten the prompt yourself"),
-    "include_stop_str_in_output": ((None, False), "is not served; append it yourself"),
-    "skip_special_tokens": ((None, True), "is always on; leave it out"),
-    "add_special_tokens": ((None, True), "is always on; leave it out, or send token ids"),
-    "continue_final_message": ((None, False), "is not served; leave it out"),
-    "chat_template_kwargs": ((None, {}), "are not served; leave them out"),
-    **{
-        name: ((None,), "is not served; leave it out")
-        for name in (
-            "prompt_logprobs",
-            "bad_words",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-        )
-    },
-}
-"""field -> (values that change nothing, why others are refused)."""
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(ApiModel):
     """The fields completions and chat share.
 
     `top_k` -1 or 0 is off. `priority` 0 is most urgent. Requests with different `cache_salt` share
-    no cached prefix.
+    no cached prefix. `timeout` is in seconds.
     """
 
     model: str | None = None
@@ -78,6 +56,8 @@ class GenerationRequest(ApiModel):
     min_p: float | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -85,43 +65,61 @@ class GenerationRequest(ApiModel):
     ignore_eos: bool | None = None
     max_tokens: Int64 | None = None
     min_tokens: Int64 | None = None
-    stop_token_ids: list[Int64] | None = None
+    stop_token_ids: Annotated[list[Int64], Field(max_length=api_base.MAX_STOP_TOKEN_IDS)] | None = (
+        None
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
+    n: Annotated[int, Field(ge=1, le=api_base.MAX_CHOICES_EACH)] | None = None
     user: str | None = None
-    priority: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    priority: Priority | None = None
+    service_tier: ServiceTier | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    add_special_tokens: bool | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+
+    @classmethod
+    def refused_fields(cls) -> Refusals:
+        """What this route does not serve."""
+        return REFUSED
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_would_change_the_answer(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, (harmless, why) in _REFUSED.items():
-                if not any(data.get(name) == value for value in harmless):
-                    raise RequestRefused.invalid(name, f"{name} {why}")
+        refuse(data, cls.refused_fields())
         return data
-
-    @field_validator("n")
-    @classmethod
-    def _one_choice(cls, n: int | None) -> int | None:
-        if n not in (None, 1):
-            raise ValueError(f"must be 1, got {n}; for several answers send several requests")
-        return n
 
     @field_validator("stop")
     @classmethod
     def _few_real_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
-        if len(stops) > MAX_STOP_STRINGS:
-            raise ValueError(f"may hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}")
+        most = api_base.MAX_STOP_STRINGS
+        if len(stops) > most:
+            raise ValueError(f"may hold at most {most} strings, got {len(stops)}")
         if "" in stops:
             raise ValueError("must not hold an empty string; leave stop out to stop nowhere")
+        if any(len(text) > api_base.MAX_STOP_LENGTH for text in stops):
+            raise ValueError(f"may hold strings of at most {api_base.MAX_STOP_LENGTH} characters")
         return stop
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _keeps_something(cls, kept: int | None) -> int | None:
+        if kept == 0:
+            raise ValueError("must be at least 1, or -1 to fit the model's context")
+        return kept
 
     @field_validator("logit_bias")
     @classmethod
     def _keys_are_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        if len(bias or ()) > api_base.MAX_LOGIT_BIASES:
+            raise ValueError(f"may hold at most {api_base.MAX_LOGIT_BIASES} tokens")
         for key in bias or {}:
             if not (key.isascii() and key.isdigit() and len(key) < 19):
                 raise ValueError(f"keys must be token ids, got {key[:40]!r}")
@@ -135,9 +133,19 @@ class GenerationRequest(ApiModel):
         return self
 
     @property
+    def num_choices_each(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """The strings that end the text."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def skips_special_tokens(self) -> bool:
+        """Whether special tokens show no text."""
+        return self.skip_special_tokens is not False
 
     @property
     def includes_usage(self) -> bool:
@@ -154,9 +162,42 @@ class GenerationRequest(ApiModel):
         """The client's bound on the answer, in tokens."""
         return self.max_tokens
 
-    def client_name(self, param: str) -> str:
-        """What this kind of request calls a field of SamplingParams."""
-        return param
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """Whether the prompt's own tokens come with logprobs."""
+        return False
+
+    @property
+    def client_names(self) -> Mapping[str, str]:
+        """What the client calls fields of a GenerateRequest and its SamplingParams, where it
+        differs.
+        """
+        found = self.grammar()
+        return {} if found is None else {"grammar": found[0]}
+
+    def grammar(self) -> tuple[str, Grammar] | None:
+        """The structure the output must have, and the field that asks for it.
+
+        Raises:
+            RequestRefused: two fields ask for one, or one is too large.
+        """
+        return only_grammar(self.asked_grammars())
+
+    def asked_grammars(self) -> dict[str, list[Grammar]]:
+        """By field."""
+        plain = self.response_format and self.response_format.grammar("response_format")
+        several = self.structured_outputs and self.structured_outputs.grammars("structured_outputs")
+        asked: dict[str, list[Grammar]] = {
+            "response_format": [plain] if plain else [],
+            "structured_outputs": several or [],
+        }
+        if self.guided_json is not None:
+            asked["guided_json"] = [schema_grammar("guided_json", self.guided_json)]
+        if self.guided_regex is not None:
+            asked["guided_regex"] = [regex_grammar("guided_regex", self.guided_regex)]
+        if self.guided_choice is not None:
+            asked["guided_choice"] = [choice_grammar("guided_choice", self.guided_choice)]
+        return asked
 
     def to_sampling_params(
         self, default_max_tokens: int, extra_stop_ids: tuple[int, ...] = ()
@@ -169,27 +210,22 @@ class GenerationRequest(ApiModel):
         asked: dict[str, Any] = {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
+        found = self.grammar()
         asked["top_k"] = 0 if self.top_k in (None, -1) else self.top_k
         asked["logit_bias"] = tuple(
             (int(key), bias) for key, bias in (self.logit_bias or {}).items()
         )
         asked["stop_token_ids"] = tuple(self.stop_token_ids or ()) + extra_stop_ids
         asked["num_logprobs"] = self.num_logprobs
+        asked["num_prompt_logprobs"] = self.num_logprobs if self.has_prompt_logprobs else None
+        asked["grammar"] = None if found is None else found[1]
         asked["max_tokens"] = (
             default_max_tokens if self.asked_max_tokens is None else self.asked_max_tokens
         )
         try:
             return SamplingParams(**asked)
         except RequestRefused as refused:
-            raise self._in_client_words(refused) from refused
-
-    def _in_client_words(self, refused: RequestRefused) -> RequestRefused:
-        info = refused.info
-        if info.param is None:
-            return refused
-        name = self.client_name(info.param)
-        message = name + info.message.removeprefix(info.param)
-        return RequestRefused(ErrorInfo(info.kind, message, name))
+            raise RequestRefused(in_client_words(refused.info, self.client_names)) from refused
 
 
 _SAMPLING_FIELDS = (
@@ -206,110 +242,79 @@ _SAMPLING_FIELDS = (
 """Fields of SamplingParams that clients name and type as we do."""
 
 
+TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
+Prompt = str | list[int]
+"""One prompt: a text or token ids."""
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    # Told by the first item, because trying each kind on 100,000 ids costs an error for each.
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    if isinstance(first, str):
+        return "texts"
+    return "id lists" if isinstance(first, list) else "ids"
+
+
+AnyPrompts = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=api_base.MAX_PROMPTS), Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[
+        list[TokenIds], Field(fail_fast=True, max_length=api_base.MAX_PROMPTS), Tag("id lists")
+    ],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions: one prompt, as text or token ids. `logprobs` is a number of
-    alternatives.
+    """POST /v1/completions: prompts as texts or token ids. `logprobs` is a number of
+    alternatives. With `echo` each answer begins with its prompt.
     """
 
-    prompt: str | list[int]
+    prompt: AnyPrompts
     logprobs: int | None = None
+    echo: bool | None = None
+    suffix: None = None
+    best_of: int | None = None
 
-    @field_validator("prompt", mode="before")
     @classmethod
-    def _one_prompt(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
-            if len(prompt) > 1:
-                raise ValueError(f"holds {len(prompt)} prompts; send one prompt a request")
-            return prompt[0]
-        return prompt
+    def refused_fields(cls) -> Refusals:
+        """See GenerationRequest."""
+        suffix = "is not served: text is only continued at its end; leave it out"
+        tools = "are served by /v1/chat/completions alone; leave them out"
+        return {**REFUSED, "suffix": ((None,), suffix), "tools": ((None, []), tools)}
+
+    @model_validator(mode="after")
+    def _as_many_as_are_returned(self) -> CompletionRequest:
+        if self.best_of not in (None, self.num_choices_each):
+            message = f"best_of must equal n ({self.num_choices_each}): all answers are returned"
+            raise RequestRefused.invalid("best_of", message)
+        num_choices = len(self.prompts) * self.num_choices_each
+        if num_choices > api_base.MAX_CHOICES:
+            message = (
+                f"n: {len(self.prompts)} prompts with {self.num_choices_each} answers each are "
+                f"{num_choices} answers; one request may ask for at most {api_base.MAX_CHOICES}"
+            )
+            raise RequestRefused.invalid("n", message)
+        return self
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All prompts; at least one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        # An empty list is one empty prompt, which is refused with its own words.
+        is_one = not self.prompt or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[list-item, return-value]
 
     @property
     def num_logprobs(self) -> int | None:
         """See GenerationRequest."""
         return self.logprobs
 
-
-class TextPart(ApiModel):
-    """A part of a message's content; only text is served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(ApiModel):
-    """One turn. Parts of a content list are joined by newlines; `developer` is an alias of
-    `system`.
-    """
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text_only(cls, content: Any) -> Any:
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise ValueError(
-                    f"holds a part of type {kind[:40]!r}; this model reads text parts alone"
-                )
-        return content
-
-    @model_validator(mode="after")
-    def _has_content(self) -> ChatMessage:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError(f"a message of role '{self.role}' needs content")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it."""
-        fields = self.model_dump(exclude_none=True)
-        fields["role"] = "system" if self.role == "developer" else self.role
-        if not isinstance(self.content, str):
-            fields["content"] = "\n".join(part.text for part in self.content or ())
-        return fields
-
-
-class ChatCompletionRequest(GenerationRequest):
-    """POST /v1/chat/completions. Without a bound, the answer may fill the model's context."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Int64 | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    @model_validator(mode="after")
-    def _alternatives_need_logprobs(self) -> ChatCompletionRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            message = "top_logprobs needs logprobs to be true; set logprobs or leave it out"
-            raise RequestRefused.invalid("top_logprobs", message)
-        return self
-
     @property
-    def num_logprobs(self) -> int | None:
+    def has_prompt_logprobs(self) -> bool:
         """See GenerationRequest."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def asked_max_tokens(self) -> int | None:
-        """See GenerationRequest; the newer name wins."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    def client_name(self, param: str) -> str:
-        """See GenerationRequest."""
-        if param == "logprobs":
-            return "top_logprobs"
-        if param == "max_tokens" and self.max_completion_tokens is not None:
-            return "max_completion_tokens"
-        return param
-
-
-class ChunkRequest(ApiModel):
-    """POST /chunk: how a prompt is cut; without overrides, as this service cuts it."""
-
-    prompt: str
-    chunk_size: Annotated[int, Field(ge=1)] | None = None
-    overlap_ratio: Annotated[float, Field(ge=0.0, le=0.5)] | None = None
+        return bool(self.echo) and self.logprobs is not None

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -66,20 +66,24 @@ def _deaf_as_gone(receive: Receive) -> Receive:
     return receive_or_leave
 
 
+class Closable(Protocol):
+    """What ends when it is closed; closing twice is no fault."""
+
+    async def aclose(self) -> None: ...
+
+
 class EventStream(StreamingResponse):
     """A response of server-sent events that closes what feeds it, whichever way it ends.
 
     Args:
         events: encoded events.
-        source: the generator behind them; closed too, since a generator that never started closes
+        source: what is behind them; closed too, since a generator that never started closes
             nothing.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[Any, None]
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], source: Closable) -> None:
         # X-Accel-Buffering: a proxy that collects events before it passes them on defeats the
         # stream.
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

@@ -132,15 +132,14 @@ def _chunk(arguments: argparse.Namespace) -> int:
     config = _config_of(arguments)
     prompt = _prompt_of(arguments)
     from deployments.execution.model_source import read_tokenizer_files, resolve_model_dir
-    from serve_app.chunker import Chunker, describe_chunks
+    from serve_app.chunker import Chunker
     from serve_app.tokenization import Tokenizer
 
     tokenizer = Tokenizer.from_files(read_tokenizer_files(resolve_model_dir(config.model)))
     encoded = tokenizer.encode_with_offsets(prompt)
-    spans = Chunker(config.scheduler).plan(
-        len(encoded.token_ids), arguments.chunk_size, arguments.overlap_ratio
+    answer = Chunker(config.scheduler).describe(
+        prompt, encoded, arguments.chunk_size, arguments.overlap_ratio
     )
-    answer = describe_chunks(prompt, encoded, spans)
     if arguments.json:
         print(answer.model_dump_json(indent=2))
         return 0

@@ -5,7 +5,7 @@ Owns the mapping both ways. Does not decide what is an error; a client never see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -46,6 +46,8 @@ class ApiError(Exception):
         """OpenAI's word for whose fault it is."""
         if self.status == HTTPStatus.SERVICE_UNAVAILABLE:
             return "service_unavailable"
+        if self.status == HTTPStatus.REQUEST_TIMEOUT:
+            return "timeout"
         return (
             "server_error"
             if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
@@ -90,6 +92,19 @@ def from_info(info: ErrorInfo) -> ApiError:
             return ApiError(503, info.message, info.param, "unavailable", retry_after_s=1)
         case ErrorKind.ENGINE:
             return ApiError(500, info.message, info.param, "engine_error")
+        case ErrorKind.TIMEOUT:
+            return ApiError(408, info.message, info.param, "timeout")
+
+
+def in_client_words(info: ErrorInfo, names: Mapping[str, str]) -> ErrorInfo:
+    """The same error under the name by which the client knows the field it concerns."""
+    if info.param is None or info.param not in names:
+        return info
+    name = names[info.param]
+    message = info.message
+    if message.startswith(info.param):
+        message = name + message.removeprefix(info.param)
+    return ErrorInfo(info.kind, message, name)
 
 
 def model_not_found(asked: str, served: str) -> ApiError:
@@ -161,7 +176,10 @@ def install_error_handlers(api: FastAPI) -> None:
 
     @api.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
-        return _from_http(request, error).response()
+        response = _from_http(request, error).response()
+        # Such as Allow, which says which methods there are.
+        response.headers.update(error.headers or {})
+        return response
 
     @api.exception_handler(Exception)
     async def on_fault(_request: Request, _error: Exception) -> Response:

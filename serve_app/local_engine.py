@@ -13,8 +13,9 @@ from deployments.engine.engine import Engine
 from deployments.engine.engine_thread import EngineThread
 from deployments.execution.model_executor import ModelExecutor
 from deployments.protocol import GenerateRequest, SamplingParams
+from serve_app.detokenizer import IncrementalDetokenizer
 from serve_app.streaming import TextDelta, TextStream
-from serve_app.tokenization import IncrementalDetokenizer, Tokenizer
+from serve_app.tokenization import Tokenizer
 
 
 class LocalEngine:
@@ -55,7 +56,7 @@ class LocalEngine:
             arrival_time=time.time(),
         )
         detokenizer = IncrementalDetokenizer(self.tokenizer, prompt_token_ids)
-        stream = TextStream(self._thread.generate(request), detokenizer, ())
+        stream = TextStream(self._thread.generate(request), detokenizer)
         deltas = stream.deltas()
         try:
             async for delta in deltas:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pool(Protocol):
-    """One pool: as `ingress.Backend`, and able to pass a question to each of its replicas."""
+    """One pool: as `backend.Backend`, and able to pass a question to each of its replicas."""
 
     counters: PoolCounters
 
@@ -92,7 +92,7 @@ def _may_spill(chunk: TokenChunk) -> bool:
 
 
 class Pools:
-    """All pools as one. See `ingress.Backend`.
+    """All pools as one. See `backend.Backend`.
 
     Args:
         pools: by name.

@@ -117,7 +117,7 @@ class RayPool:
         return card
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """See `ingress.Backend`."""
+        """See `backend.Backend`."""
         if self._is_hashed:
             request = await with_block_hashes(request, self._block_size)
         try:

@@ -1,14 +1,15 @@
 """From the token stream of a request to its text: detokenizing, stop strings, one end.
 
 Owns what the text of an answer is; streamed and whole answers both read it from here, so they
-cannot differ. Does not know HTTP or OpenAI's shapes (`answers` does).
+cannot differ. Does not know HTTP or OpenAI's shapes (`answers` does), nor the other choices of the
+same answer (`choices` does).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from deployments.protocol import (
     ErrorInfo,
@@ -17,75 +18,23 @@ from deployments.protocol import (
     TokenChunk,
     TokenLogprobs,
 )
-from serve_app.tokenization import IncrementalDetokenizer
+from serve_app.detokenizer import IncrementalDetokenizer
+from serve_app.stops import StopMatcher
+from serve_app.tool_calls import ToolCall, ToolCallParser
 
 logger = logging.getLogger(__name__)
 
 
-class StopMatcher:
-    """Cuts a growing text before the first of several stop strings.
-
-    The result is `text[:min(text.find(stop) for stop in stops)]` of the whole text, however it was
-    cut into pieces. Text that could still turn out to begin a stop string is held back, and no more
-    than that.
-
-    Args:
-        stops: non-empty strings; none of them means that nothing is ever cut.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.has_matched = False
-        """Whether the text has ended; what is pushed later is dropped."""
-
-    def push(self, text: str) -> str:
-        """The text that is now certain to precede any stop string."""
-        if self.has_matched:
-            return ""
-        text = self._held + text
-        found = self._find_match(text)
-        begun = self._find_begun(text)
-        if found < len(text) and found <= begun:
-            self.has_matched, self._held = True, ""
-            return text[:found]
-        # A stop string that began before a match may still complete and be the first one, so both
-        # are held.
-        self._held = text[begun:]
-        return text[:begun]
-
-    def flush(self) -> str:
-        """The text held back, once nothing will follow; cut if a match was only waiting for an
-        earlier one.
-        """
-        text, self._held = self._held, ""
-        found = self._find_match(text)
-        self.has_matched = self.has_matched or found < len(text)
-        return text[:found]
-
-    def _find_match(self, text: str) -> int:
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        return min(starts, default=len(text))
-
-    def _find_begun(self, text: str) -> int:
-        longest = max((_overlap(text, stop) for stop in self._stops), default=0)
-        return len(text) - longest
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One output token and where its text begins: `offset` characters into the output."""
+    """One token and where its text begins: `offset` characters into the text of its choice.
 
-    logprobs: TokenLogprobs
+    `logprobs` is None for the first token of an echoed prompt, which nothing precedes.
+    """
+
+    token_id: int
     offset: int
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +52,58 @@ class TextDelta:
     """Prompt tokens that came from the prefix cache."""
     finish_reason: FinishReason | None = None
     error: ErrorInfo | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Tool calls that became complete."""
+    has_called_tools: bool = False
+    """Whether the answer called a tool so far."""
 
     @property
     def is_last(self) -> bool:
         """Whether the answer ends here."""
         return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptEcho:
+    """The prompt as the beginning of an answer's text.
+
+    Args:
+        text: of the prompt.
+        token_ids: of the prompt.
+        offsets: where the text of each token begins; empty if no logprobs were asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    offsets: tuple[int, ...] = ()
+
+    def tokens(self, logprobs: Sequence[TokenLogprobs | None]) -> tuple[TokenText, ...]:
+        """The prompt's tokens with their logprobs.
+
+        Raises:
+            ValueError: the engine sent more or fewer logprobs than the prompt has tokens.
+        """
+        rows = zip(self.token_ids, self.offsets, logprobs, strict=True)
+        return tuple(TokenText(*row) for row in rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """What makes the text of an answer, beside its tokens.
+
+    Args:
+        stops: strings that end the text.
+        includes_stop: whether the one that ended it is part of the text.
+        stop_texts: stop strings that are tokens of their own, by token id; the engine stops there.
+        min_tokens: so many tokens are out before a stop string is looked for.
+        echo: the prompt, if the answer repeats it.
+    """
+
+    stops: tuple[str, ...] = ()
+    includes_stop: bool = False
+    stop_texts: Mapping[int, str] = field(default_factory=dict)
+    min_tokens: int = 0
+    echo: PromptEcho | None = None
 
 
 class TextStream:
@@ -120,25 +116,25 @@ class TextStream:
         tokens: the request's token stream; closed at the end, at an error and when the reader
             leaves, which aborts the request.
         detokenizer: primed with the prompt.
-        stops: strings that end the text.
-        min_tokens: so many tokens are out before a stop string is looked for.
+        rules: what else makes the text.
     """
 
     def __init__(
         self,
         tokens: AsyncGenerator[TokenChunk, None],
         detokenizer: IncrementalDetokenizer,
-        stops: Sequence[str] = (),
-        min_tokens: int = 0,
+        rules: TextRules | None = None,
     ) -> None:
-        self._min_tokens = min_tokens
+        self._rules = rules or TextRules()
         self._source = tokens
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops)
+        self._matcher = StopMatcher(self._rules.stops, self._rules.includes_stop)
+        self._echo = self._rules.echo
         self._pending: list[TokenText] = []
-        self._num_chars = 0
+        self._num_chars = len(self._echo.text) if self._echo else 0
         self._num_tokens = 0
         self._num_cached = 0
+        self._last_token_id: int | None = None
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """All deltas, the last one with the end. Iterate once, and close it if you leave early."""
@@ -162,35 +158,53 @@ class TextStream:
 
     def _read(self, chunk: TokenChunk) -> TextDelta:
         self._num_cached = max(self._num_cached, chunk.num_cached_tokens)
-        text = "".join(self._push(chunk, index) for index in range(len(chunk.token_ids)))
+        echoed = self._read_echo(chunk)
+        text = echoed + "".join(self._push(chunk, index) for index in range(len(chunk.token_ids)))
         if self._matcher.has_matched:
             return self._delta(text, FinishReason.STOP)
         match chunk.finish_reason:
             case None:
                 return self._delta(text, None)
             case FinishReason.STOP | FinishReason.LENGTH:
-                return self._finish(text, chunk.finish_reason)
+                return self._finish(text, chunk)
             case _:
                 return self._fail(
                     chunk.error or ErrorInfo(ErrorKind.UNAVAILABLE, "the request was aborted")
                 )
 
+    def _read_echo(self, chunk: TokenChunk) -> str:
+        # With the first chunk and not before: a request that is refused has no text.
+        if self._echo is None or chunk.error is not None:
+            return ""
+        echo, self._echo = self._echo, None
+        if echo.offsets:
+            self._pending.extend(echo.tokens(chunk.prompt_logprobs or ()))
+        return echo.text
+
     def _push(self, chunk: TokenChunk, index: int) -> str:
         if self._matcher.has_matched:
             return ""
+        token_id = self._last_token_id = chunk.token_ids[index]
         if chunk.logprobs is not None:
-            self._pending.append(TokenText(chunk.logprobs[index], self._num_chars))
+            self._pending.append(TokenText(token_id, self._num_chars, chunk.logprobs[index]))
         self._num_tokens += 1
         ends_it = chunk.finish_reason is FinishReason.STOP and index == len(chunk.token_ids) - 1
         # The token that ends a text is none of it, special or not.
-        shown = [] if ends_it else chunk.token_ids[index : index + 1]
-        text = self._detokenizer.push(shown)
+        text = self._detokenizer.push([] if ends_it else [token_id])
         self._num_chars += len(text)
-        return text if self._num_tokens <= self._min_tokens else self._matcher.push(text)
+        return text if self._num_tokens <= self._rules.min_tokens else self._matcher.push(text)
 
-    def _finish(self, text: str, reason: FinishReason) -> TextDelta:
+    def _finish(self, text: str, chunk: TokenChunk) -> TextDelta:
         text += self._matcher.push(self._detokenizer.flush()) + self._matcher.flush()
-        return self._delta(text, FinishReason.STOP if self._matcher.has_matched else reason)
+        if self._matcher.has_matched:
+            return self._delta(text, FinishReason.STOP)
+        if chunk.finish_reason is FinishReason.STOP and self._rules.includes_stop:
+            text += self._ending_text(chunk)
+        return self._delta(text, chunk.finish_reason)
+
+    def _ending_text(self, chunk: TokenChunk) -> str:
+        ending = self._last_token_id if chunk.stop_token_id is None else chunk.stop_token_id
+        return "" if ending is None else self._rules.stop_texts.get(ending, "")
 
     def _delta(self, text: str, reason: FinishReason | None) -> TextDelta:
         # Tokens whose text is held back travel with the text, once it comes.
@@ -203,22 +217,28 @@ class TextStream:
         return TextDelta("", (), self._num_tokens, self._num_cached, None, error)
 
 
-async def collect(deltas: AsyncGenerator[TextDelta, None]) -> TextDelta:
-    """The whole answer as one delta; of an answer that fails, the error alone matters."""
-    texts: list[str] = []
-    tokens: list[TokenText] = []
-    last = TextDelta()
+async def with_tool_calls(
+    deltas: AsyncGenerator[TextDelta, None], parser: ToolCallParser
+) -> AsyncGenerator[TextDelta, None]:
+    """An answer whose tool calls are told apart from its text; closes `deltas`.
+
+    Tokens whose text is held back by the parser travel with what comes next.
+    """
+    tokens: tuple[TokenText, ...] = ()
+    has_called = False
     try:
-        async for last in deltas:
-            texts.append(last.text)
-            tokens.extend(last.tokens)
+        async for delta in deltas:
+            parsed = [parser.push(delta.text)]
+            if delta.finish_reason is not None:
+                parsed.append(parser.flush())
+            text = "".join(part.text for part in parsed)
+            calls = tuple(call for part in parsed for call in part.calls)
+            tokens += delta.tokens
+            has_called = has_called or bool(calls)
+            if text or calls or delta.is_last:
+                yield replace(
+                    delta, text=text, tokens=tokens, tool_calls=calls, has_called_tools=has_called
+                )
+                tokens = ()
     finally:
         await deltas.aclose()
-    return TextDelta(
-        "".join(texts),
-        tuple(tokens),
-        last.num_output_tokens,
-        last.num_cached_tokens,
-        last.finish_reason,
-        last.error,
-    )

@@ -1,38 +1,29 @@
-"""Text to token ids and back: the tokenizer of the served model, its chat template, and incremental
-detokenizing.
+"""Text to token ids and back: the tokenizer of the served model.
 
-Owns exactness: no character is ever cut, nothing of the prompt leaks into the output. Does not know
-requests. Encoding runs off the event loop, and through `encode_batch`, because `encode` of the
-tokenizers library holds the interpreter lock all along (seconds for a prompt of megabytes) and
-`encode_batch` does not.
+Owns what a token is in bytes and characters. Does not know requests, nor how a growing text is
+decoded (`detokenizer`). Encoding runs off the event loop, and through `encode_batch`, because
+`encode` of the tokenizers library holds the interpreter lock all along (seconds for a prompt of
+megabytes) and `encode_batch` does not.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os.path
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
-import jinja2
 from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from deployments.protocol import RequestRefused
+from serve_app.chat_template import ChatOptions, ChatTemplate, Message
 
 REPLACEMENT = "\ufffd"
-
-
-class ChatRenderer(Protocol):
-    """What is needed of a Hugging Face tokenizer beside its fast backend."""
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any: ...
+_FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +32,19 @@ class EncodedText:
 
     token_ids: list[int]
     offsets: list[tuple[int, int]]
+
+    def character_cuts(self, num_characters: int) -> list[int]:
+        """For each token the character at which the text before it ends; one more for the end of
+        the text. Never falls.
+
+        A character whose bytes lie in several tokens belongs to the first of them. Where offsets
+        leave characters out (a space trimmed from its token), they go to the token after the gap.
+        """
+        cuts = [0]
+        for _, end in self.offsets:
+            cuts.append(max(cuts[-1], end))
+        cuts[-1] = num_characters
+        return cuts
 
 
 class Tokenizer:
@@ -51,11 +55,14 @@ class Tokenizer:
         chat: renders conversations; None if the model has no chat template.
     """
 
-    def __init__(self, backend: FastTokenizer, chat: ChatRenderer | None) -> None:
+    def __init__(self, backend: FastTokenizer, chat: ChatTemplate | None) -> None:
         self._backend = backend
         self._chat = chat
-        self._is_byte_level = "ByteLevel" in _decoder_types(backend)
+        decoders = _decoder_types(backend)
+        self._is_byte_level = "ByteLevel" in decoders
+        self._has_byte_fallback = "ByteFallback" in decoders
         added = backend.get_added_tokens_decoder()
+        self._added = {token_id: token.content for token_id, token in added.items()}
         self._special_ids = {
             token.content: token_id for token_id, token in added.items() if token.special
         }
@@ -80,7 +87,19 @@ class Tokenizer:
                 Path(folder, Path(name).name).write_bytes(content)
             loaded = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         has_template = bool(getattr(loaded, "chat_template", None))
-        return cls(loaded.backend_tokenizer, loaded if has_template else None)
+        return cls(loaded.backend_tokenizer, ChatTemplate(loaded) if has_template else None)
+
+    @property
+    def chat(self) -> ChatTemplate:
+        """The model's chat template.
+
+        Raises:
+            RequestRefused: it has none.
+        """
+        if self._chat is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise RequestRefused.invalid("messages", message)
+        return self._chat
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with `add_special_tokens`, what the model wants around a bare prompt
@@ -96,72 +115,109 @@ class Tokenizer:
     def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         return self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's next turn.
+    def apply_chat_template(
+        self,
+        messages: list[Message],
+        options: ChatOptions | None = None,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
+        """Token ids of a conversation; by default ready for the assistant's next turn.
 
         Raises:
             RequestRefused: the model has no chat template, or its template refuses these messages.
         """
-        if self._chat is None:
-            message = "this model has no chat template; use /v1/completions"
-            raise RequestRefused.invalid("messages", message)
-        try:
-            text = self._chat.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            # Templates fail in all these ways on conversations they were not written for.
-            message = f"the model's chat template refuses these messages: {error}"
-            raise RequestRefused.invalid("messages", message) from error
-        return self.encode(text, add_special_tokens=False)
+        text = self.chat.render(messages, options or ChatOptions())
+        return self.encode(text, add_special_tokens)
 
-    async def encode_async(self, text: str) -> list[int]:
-        """`encode` of a bare prompt, off the event loop."""
-        return await asyncio.to_thread(self.encode, text)
-
-    async def apply_chat_template_async(self, messages: list[dict[str, Any]]) -> list[int]:
-        """`apply_chat_template`, off the event loop."""
-        return await asyncio.to_thread(self.apply_chat_template, messages)
+    async def encode_async(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """`encode`, off the event loop."""
+        return await asyncio.to_thread(self.encode, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        if self._has_byte_fallback:
+            return self._decode_pieces(token_ids, skip_special_tokens)
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def is_silent(self, token_id: int) -> bool:
-        """Whether a token never shows in text: special, or an id the model has and the tokenizer
-        lacks.
+    def _decode_pieces(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """`decode` with byte fallback, whose own decoder gives up a whole run of byte tokens for
+        one byte in it that is no UTF-8: characters before a half one would turn into U+FFFD.
         """
-        return token_id in self._skipped_ids or self._backend.id_to_token(token_id) is None
+        pieces: list[str] = []
+        run = bytearray()
+        for token_id in token_ids:
+            if self.is_silent(token_id, skip_special_tokens):
+                continue
+            byte = self._fallback_byte(token_id)
+            if byte is not None:
+                run.append(byte)
+                continue
+            # One piece a character: none of them can be taken for a byte token.
+            pieces.extend(run.decode(errors="replace"))
+            run.clear()
+            pieces.append(self.entry(token_id))
+        pieces.extend(run.decode(errors="replace"))
+        text: str = self._backend.decoder.decode(pieces)
+        return text
+
+    def _fallback_byte(self, token_id: int) -> int | None:
+        """The byte a token like `<0xE5>` stands for."""
+        token = _FALLBACK_BYTE.fullmatch(self.entry(token_id))
+        return int(token[1], 16) if token else None
+
+    async def decode_async(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids with their special tokens, off the event loop."""
+        return await asyncio.to_thread(self._decode_all, token_ids)
+
+    def _decode_all(self, token_ids: Sequence[int]) -> str:
+        if self._has_byte_fallback:
+            return self.decode(token_ids, skip_special_tokens=False)
+        # decode() of many ids would hold the interpreter lock; decode_batch() does not.
+        texts: list[str] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=False)
+        return texts[0]
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
+        """Whether a token never shows in text: special and skipped, or an id the model has and the
+        tokenizer lacks.
+        """
+        is_skipped = skip_special_tokens and token_id in self._skipped_ids
+        return is_skipped or self._backend.id_to_token(token_id) is None
+
+    def entry(self, token_id: int) -> str:
+        """A token as the vocabulary writes it (`Ġtime`, `▁time`, `<0xE5>`)."""
+        return self._backend.id_to_token(token_id) or f"<{token_id}>"
 
     def special_token_id(self, text: str) -> int | None:
         """The id of the special token written exactly so."""
         return self._special_ids.get(text)
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = True) -> bytes:
         """Exactly the bytes a token adds to the text, so that those of all tokens concatenate to
         its UTF-8.
 
         Silent tokens add none.
         """
-        token = self._backend.id_to_token(token_id)
-        if token is None or token_id in self._skipped_ids:
+        if self.is_silent(token_id, skip_special_tokens):
             return b""
+        if token_id in self._added:
+            # These stand in the vocabulary as plain text.
+            return self._added[token_id].encode()
+        token = self.entry(token_id)
         if self._is_byte_level:
             return _byte_level_bytes(token)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            return bytes([int(token[3:5], 16)])
+        byte = self._fallback_byte(token_id)
+        if byte is not None:
+            return bytes([byte])
         return token.replace("\u2581", " ").encode()
 
     def token_name(self, token_id: int) -> str:
         """How a token is shown on its own: its text, `bytes:\\xNN…` for half a character, its name
         if silent.
         """
-        if self.is_silent(token_id):
-            return self._backend.id_to_token(token_id) or f"<{token_id}>"
-        raw = self.token_bytes(token_id)
+        raw = self.token_bytes(token_id, skip_special_tokens=False)
         try:
-            return raw.decode()
+            return raw.decode() or self.entry(token_id)
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
@@ -193,85 +249,5 @@ def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_OF_CHAR[char] for char in token])
     except KeyError:
-        # An added token stands in the vocabulary as plain text.
+        # Not written in the byte alphabet, so it is plain text.
         return token.encode()
-
-
-class IncrementalDetokenizer:
-    """The text of a growing list of output tokens, as deltas that concatenate to the text of the
-    whole.
-
-    Decodes a short window before and after the new tokens and takes the difference, so it needs to
-    know nothing of how the tokenizer writes spaces or bytes, and the cost of a token does not grow
-    with the output.
-
-        ids    [ t t t t | t t t | n n ]
-                 prefix    read          prefix: start of the window
-                 shown = text(prefix:read), was emitted or belongs to the prompt
-                 delta = text(prefix:) beyond what it shares with `shown`
-
-    A window that ends in U+FFFD may end within a character and is held back.
-    """
-
-    NUM_CONTEXT_TOKENS = 8
-    """Of the prompt's tail: enough for a character's bytes and what a decoder does at the start of
-    a text.
-    """
-    MAX_HELD_TOKENS = 16
-    """More tokens than this are no unfinished character but bytes that are none: they are shown as
-    U+FFFD.
-    """
-    MAX_CHARACTER_TOKENS = 3
-    """An unfinished character has at most three of its four bytes."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        prompt_token_ids: Sequence[int],
-        skip_special_tokens: bool = True,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._skips = skip_special_tokens
-        tail = [
-            token_id
-            for token_id in prompt_token_ids[-4 * self.NUM_CONTEXT_TOKENS :]
-            if self._shows(token_id)
-        ]
-        self._ids = tail[-self.NUM_CONTEXT_TOKENS :]
-        self._num_read = len(self._ids)
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became certain with these tokens; may be empty."""
-        self._ids.extend(token_id for token_id in token_ids if self._shows(token_id))
-        num_held = len(self._ids) - self._num_read
-        if num_held == 0:
-            return ""
-        text = self._decode(len(self._ids))
-        if not text.endswith(REPLACEMENT):
-            return self._emit(text, len(self._ids))
-        if num_held <= self.MAX_HELD_TOKENS:
-            return ""
-        settled = len(self._ids) - self.MAX_CHARACTER_TOKENS
-        return self._emit(os.path.commonprefix([self._decode(settled), text]), settled)
-
-    def flush(self) -> str:
-        """The text still held back, once no token will follow; the second call returns nothing."""
-        if len(self._ids) == self._num_read:
-            return ""
-        return self._emit(self._decode(len(self._ids)), len(self._ids))
-
-    def _emit(self, text: str, num_read: int) -> str:
-        shown = os.path.commonprefix([self._decode(self._num_read), text])
-        delta = text[len(shown) :]
-        if delta or num_read - self._num_read > self.MAX_HELD_TOKENS:
-            # What was read becomes the context of what comes next; what was context has done its
-            # part.
-            del self._ids[: self._num_read]
-            self._num_read = num_read - self._num_read
-        return delta
-
-    def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[:end], skip_special_tokens=self._skips)
-
-    def _shows(self, token_id: int) -> bool:
-        return not (self._skips and self._tokenizer.is_silent(token_id))

@@ -7,12 +7,19 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-from api_doubles import ScriptedBackend, byte_ids, make_tokenizer
-from fastapi.testclient import TestClient
+from api_doubles import (
+    ScriptedBackend,
+    byte_ids,
+    client_of,
+    finishes_of,
+    make_tokenizer,
+    post,
+    post_stream,
+    text_of,
+)
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from deployments.config import ServiceConfig
 from deployments.protocol import (
     ErrorInfo,
     ErrorKind,
@@ -20,46 +27,15 @@ from deployments.protocol import (
     GenerateRequest,
     TokenChunk,
 )
-from serve_app.ingress import make_api
+from serve_app.answer_models import ChatChunk, CompletionChunk
 
 TOKENIZER = make_tokenizer()
 HARD_TEXT = "ďábel 🌶️ 客单价 👩‍🚀"
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def client_of(backend: ScriptedBackend) -> TestClient:
-    return TestClient(make_api(backend, ServiceConfig()), raise_server_exceptions=False)
-
-
 def one_by_one(text: str) -> list[list[int]]:
     return [[token_id] for token_id in byte_ids(TOKENIZER, text)]
-
-
-def post(backend: ScriptedBackend, path: str, **body: Any) -> dict[str, Any]:
-    answer = client_of(backend).post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    result: dict[str, Any] = answer.json()
-    return result
-
-
-def post_stream(backend: ScriptedBackend, path: str, **body: Any) -> list[Any]:
-    """The data of all events; the raw text must hold `data:` lines alone."""
-    answer = client_of(backend).post(path, json={"stream": True, **body})
-    assert answer.status_code == 200, answer.text
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    *events, rest = answer.text.split("\n\n")
-    assert rest == ""
-    assert all(event.startswith("data: ") and "\n" not in event for event in events)
-    return [event if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
-
-
-def text_of(events: list[Any]) -> str:
-    choices = [choice for event in events[:-1] for choice in event["choices"]]
-    return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
-
-
-def finishes_of(events: list[Any]) -> list[str | None]:
-    return [choice["finish_reason"] for event in events[:-1] for choice in event["choices"]]
 
 
 @pytest.mark.parametrize("body", [{}, {"logprobs": 2}])
@@ -135,6 +111,21 @@ def test_usage_comes_in_a_last_chunk_without_choices(path: str, body: dict[str, 
         "total_tokens": num_prompt_tokens + 2,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_events_are_what_the_openapi_page_says(includes: bool) -> None:
+    """The page tells another shape of events than clients get."""
+    options = {"stream_options": {"include_usage": includes}, "n": 2}
+    script = one_by_one("hi")
+    for event in post_stream(
+        ScriptedBackend(script), "/v1/completions", prompt="hello", logprobs=1, echo=True, **options
+    )[:-1]:
+        CompletionChunk.model_validate(event, strict=True)
+    for event in post_stream(
+        ScriptedBackend(script), "/v1/chat/completions", logprobs=True, **CHAT, **options
+    )[:-1]:
+        ChatChunk.model_validate(event, strict=True)
 
 
 @pytest.mark.parametrize("grouped", [False, True])

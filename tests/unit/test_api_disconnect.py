@@ -11,9 +11,9 @@ from api_doubles import ScriptedBackend, make_tokenizer
 
 from deployments.config import ServiceConfig
 from deployments.protocol import FinishReason, GenerateRequest, SamplingParams
+from serve_app.detokenizer import IncrementalDetokenizer
 from serve_app.ingress import make_api
-from serve_app.streaming import TextStream
-from serve_app.tokenization import IncrementalDetokenizer
+from serve_app.streaming import TextRules, TextStream
 
 TOKENIZER = make_tokenizer()
 
@@ -131,6 +131,23 @@ def test_a_send_that_fails_closes_the_token_stream() -> None:
     assert asyncio.run(scenario()) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_leaving_closes_all_choices(stream: bool) -> None:
+    """Of several choices only the first one ends with its client."""
+
+    async def scenario() -> tuple[int, int]:
+        backend = ScriptedBackend([TOKENIZER.encode("hello")], hangs=True)
+        client = Client({"prompt": ["hi", "hello"], "n": 2, "stream": stream})
+        call = asyncio.create_task(client.call(make_api(backend, ServiceConfig()), "2.3"))
+        await backend.has_hung.wait()
+        client.left.set()
+        await asyncio.wait_for(call, 5)
+        # Read here: when the loop ends, Python closes what was left open.
+        return len(backend.requests), backend.num_closed
+
+    assert asyncio.run(scenario()) == (4, 4)
+
+
 def test_a_stop_string_closes_the_token_stream() -> None:
     """The engine goes on with a request whose text has ended."""
 
@@ -138,7 +155,9 @@ def test_a_stop_string_closes_the_token_stream() -> None:
         backend = ScriptedBackend([TOKENIZER.encode("hello")], hangs=True)
         request = GenerateRequest("a", (1,), SamplingParams())
         source = backend.generate(request)  # kept, or Python would close it
-        stream = TextStream(source, IncrementalDetokenizer(TOKENIZER, [1]), ["ll"])
+        stream = TextStream(
+            source, IncrementalDetokenizer(TOKENIZER, [1]), TextRules(stops=("ll",))
+        )
         deltas = stream.deltas()
         last = [delta async for delta in deltas][-1]
         assert (last.text, last.finish_reason) == ("he", FinishReason.STOP)

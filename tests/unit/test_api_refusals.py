@@ -4,17 +4,14 @@ B29, B34).
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from api_doubles import ScriptedBackend, byte_ids, make_card, make_tokenizer
+from api_doubles import ScriptedBackend, error_of, make_card, make_tokenizer
 from fastapi.testclient import TestClient
 
-from deployments.config import SchedulerConfig, ServiceConfig
-from serve_app.chunker import Chunker, describe_chunks
+from deployments.config import ServiceConfig
 from serve_app.ingress import make_api
-from serve_app.tokenization import EncodedText
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 TOKENIZER = make_tokenizer()
@@ -30,15 +27,6 @@ def client(backend: ScriptedBackend) -> TestClient:
     return TestClient(make_api(backend, ServiceConfig()), raise_server_exceptions=False)
 
 
-def error_of(answer: Any, status: int) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    body = answer.json()
-    assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
-    assert "Traceback" not in answer.text
-    error: dict[str, Any] = body["error"]
-    return error
-
-
 BAD_FIELDS: list[dict[str, Any]] = [
     {"temperature": -0.1},
     {"temperature": 2.1},
@@ -49,8 +37,9 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"top_k": -2},
     {"min_p": -1},
     {"n": 0},
-    {"n": 2},
+    {"n": 129},
     {"n": 100000},
+    {"n": True},
     {"presence_penalty": 5},
     {"repetition_penalty": 0},
     {"stop": ["a", "b", "c", "d", "e"]},
@@ -74,11 +63,24 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"priority": -1},
     {"priority": True},
     {"cache_salt": "x" * 257},
-    {"echo": True},
     {"suffix": "x"},
     {"best_of": 2},
     {"tools": [{}]},
-    {"response_format": {"type": "json_object"}},
+    {"functions": [{}]},
+    {"prompt_logprobs": 1},
+    {"guided_grammar": "x"},
+    {"stop": "x" * 1001},
+    {"stop_token_ids": [1] * 129},
+    {"logit_bias": {str(index): 1 for index in range(1025)}},
+    {"service_tier": "gold"},
+    {"timeout": 0},
+    {"timeout": -1},
+    {"timeout": "1"},
+    {"truncate_prompt_tokens": 0},
+    {"truncate_prompt_tokens": -2},
+    {"include_stop_str_in_output": 1},
+    {"skip_special_tokens": "no"},
+    {"add_special_tokens": 0},
     {"stream_options": {"include_usage": True}},
 ]
 
@@ -156,7 +158,7 @@ def test_a_body_needs_no_content_type(client: TestClient) -> None:
     )
 
 
-@pytest.mark.parametrize("prompt", ["", [], [""], [[]]])
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", ""], [[1], []]])
 def test_an_empty_prompt_is_refused(
     client: TestClient, backend: ScriptedBackend, prompt: Any
 ) -> None:
@@ -169,10 +171,15 @@ def test_an_empty_prompt_is_refused(
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 5, ["a", "b"], [[1], [2]], [1, "a"], [True], [1.0], [-1], [320], ["a"] * 10**5]
+    "prompt",
+    [
+        *[None, 5, {}, [None], ["a", 1], [[1], "a"], [[1], ["a"]], [[[1]]], [1, "a"], [1, [1]]],
+        *[[True], [1.0], [-1], [320], [[1], [320]], [2**70], ["a"] * 10**5, [1] * 10**5 + ["a"]],
+    ],
+    ids=lambda prompt: str(prompt)[:20],
 )
 def test_a_prompt_of_another_kind_is_refused(client: TestClient, prompt: Any) -> None:
-    """Several prompts, foreign types or ids out of the vocabulary reach the engine."""
+    """Foreign types or ids out of the vocabulary reach the engine, or fill the error."""
     answer = client.post("/v1/completions", json={"prompt": prompt})
     assert error_of(answer, 400)["param"] == "prompt"
     assert len(answer.text) < 1000
@@ -329,50 +336,3 @@ def test_the_model_card_is_asked_for_once() -> None:
             client.post("/v1/completions", json={"prompt": "hi"})
     TestClient(api).get("/v1/models")
     assert backend.num_cards_asked == 1
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"prompt": 5},
-        {"chunk_size": 0},
-        {"overlap_ratio": 0.6},
-        {"chunk_size": True},
-        {"prompt": ""},
-    ],
-)
-def test_bad_chunk_requests_are_named(client: TestClient, bad: dict[str, Any]) -> None:
-    """/chunk fails with a 500 on what it cannot cut."""
-    (name,) = bad
-    assert error_of(client.post("/chunk", json={"prompt": "hi"} | bad), 400)["param"] == name
-
-
-def test_chunks_cover_the_prompt_in_whole_characters(client: TestClient) -> None:
-    """A window's text holds half a character, or windows leave text out."""
-    text = "客单价 👩‍🚀 hello" * 3
-    num_tokens = len(TOKENIZER.encode(text))
-    for size in (1, 2, 5, 7, 1000):
-        body = {"prompt": text, "chunk_size": size, "overlap_ratio": 0}
-        answer = client.post("/chunk", json=body).json()
-        assert answer["num_tokens"] == num_tokens
-        assert "".join(chunk["text"] for chunk in answer["chunks"]) == text
-        assert [chunk["start"] for chunk in answer["chunks"][1:]] == [
-            c["end"] for c in answer["chunks"][:-1]
-        ]
-
-
-def test_overlapping_windows_repeat_the_tail_of_the_one_before(client: TestClient) -> None:
-    """The overlap shown is not the text that both windows share."""
-    body = {"prompt": "abcdefghij" * 3, "chunk_size": 10, "overlap_ratio": 0.2}
-    first, second, *_ = client.post("/chunk", json=body).json()["chunks"]
-    assert second["num_overlap_tokens"] == 2 and second["start"] == first["end"] - 2
-    assert second["text"].startswith(first["text"][-2:])
-    assert json.loads(json.dumps(first))["index"] == 0
-    assert len(byte_ids(TOKENIZER, first["text"])) == first["end"]
-
-
-def test_tokens_around_the_prompt_have_no_text() -> None:
-    """A token that the tokenizer adds, whose offsets are (0, 0), throws away the text before it."""
-    encoded = EncodedText([1, 2, 3, 4], [(0, 1), (0, 0), (1, 2), (0, 0)])
-    spans = Chunker(SchedulerConfig(chunk_size=2, overlap_ratio=0)).plan(4)
-    assert [chunk.text for chunk in describe_chunks("ab", encoded, spans).chunks] == ["a", "b"]

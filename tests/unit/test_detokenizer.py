@@ -9,7 +9,8 @@ from api_doubles import byte_ids, make_tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
-from serve_app.tokenization import IncrementalDetokenizer, Tokenizer
+from serve_app.detokenizer import IncrementalDetokenizer
+from serve_app.tokenization import Tokenizer
 
 HARD_TEXT = "ďábel 🌶️ 客单价 👩‍🚀 é"
 

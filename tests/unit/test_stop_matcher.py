@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from serve_app.streaming import StopMatcher
+from serve_app.stops import StopMatcher
 
 
 def cut(stops: list[str], pieces: list[str]) -> tuple[str, bool]:

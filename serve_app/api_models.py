@@ -133,6 +133,11 @@ class GenerationRequest(ApiModel):
         return self
 
     @property
+    def num_prompts(self) -> int:
+        """Prompts in it."""
+        return 1
+
+    @property
     def num_choices_each(self) -> int:
         """Answers to each prompt."""
         return self.n or 1
@@ -299,6 +304,11 @@ class CompletionRequest(GenerationRequest):
             )
             raise RequestRefused.invalid("n", message)
         return self
+
+    @property
+    def num_prompts(self) -> int:
+        """See GenerationRequest."""
+        return len(self.prompts)
 
     @property
     def prompts(self) -> list[Prompt]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from deployments.protocol import EngineStats, GenerateRequest, ModelCard, TokenChunk
+from serve_app.metrics import PoolMetrics
 
 
 class Backend(Protocol):
@@ -31,6 +32,10 @@ class Backend(Protocol):
         Raises:
             BackendUnavailable: a replica cannot say.
         """
+        ...
+
+    async def metrics(self) -> PoolMetrics:
+        """The pages of all replicas. Never raises for a replica's sake: it is missing then."""
         ...
 
     async def check_health(self) -> None:

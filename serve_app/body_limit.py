@@ -11,16 +11,19 @@ import logging
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import ApiError
+from serve_app.errors import ApiError, OnError, unobserved
 
 logger = logging.getLogger(__name__)
 
 
 class BodyLimit:
-    """Answers 413 to a body of more than `max_bytes`, declared or counted."""
+    """Answers 413 to a body of more than `max_bytes`, declared or counted, and tells `on_refusal`
+    of it.
+    """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, on_refusal: OnError = unobserved) -> None:
         self._app = app
+        self._on_refusal = on_refusal
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,6 +46,7 @@ class BodyLimit:
             await self._refuse(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._on_refusal(scope, too_large(self._max_bytes))
         response = too_large(self._max_bytes).response()
         # The rest of the body is on its way; nobody will read it.
         response.headers["Connection"] = "close"

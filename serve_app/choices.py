@@ -7,7 +7,7 @@ deadline, and their one end. Does not know text or OpenAI's shapes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from deployments.protocol import ErrorInfo, ErrorKind
@@ -42,6 +42,7 @@ class Answer:
         prompt_lengths: in tokens, one a prompt.
         deadline: in the event loop's time; None: as long as it takes.
         client_names: what the client calls the fields of a GenerateRequest, where it differs.
+        on_end: called once, when all choices have ended.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Answer:
         prompt_lengths: Sequence[int],
         deadline: float | None = None,
         client_names: Mapping[str, str] | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self.num_choices = len(choices)
         self._num_prompt_tokens = sum(prompt_lengths)
         self._num_choices_each = len(choices) // len(prompt_lengths)
         self._choices = choices
         self._client_names = client_names or {}
+        self._on_end = on_end
         self._last = [TextDelta()] * len(choices)
         deltas = _alone(choices[0]) if len(choices) == 1 else _interleaved(choices)
         self._deltas = deltas if deadline is None else _until(deadline, deltas)
@@ -94,8 +97,11 @@ class Answer:
         try:
             await self._deltas.aclose()
         finally:
-            for choice in self._choices:
-                await choice.aclose()
+            try:
+                for choice in self._choices:
+                    await choice.aclose()
+            finally:
+                self._on_end()
 
 
 async def _alone(choice: AsyncGenerator[TextDelta, None]) -> AsyncGenerator[ChoiceDelta, None]:

@@ -5,7 +5,7 @@ Owns the mapping both ways. Does not decide what is an error; a client never see
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from deployments.protocol import ErrorInfo, ErrorKind, RequestRefused
 
@@ -151,24 +152,36 @@ def _path(loc: Sequence[int | str]) -> str:
     )
 
 
-def install_error_handlers(api: FastAPI) -> None:
-    """Give every way a request can fail the OpenAI error body."""
+OnError = Callable[[Scope, "ApiError"], None]
+"""Told of every request that is answered with an error."""
 
-    @api.exception_handler(ApiError)
-    async def on_api_error(_request: Request, error: ApiError) -> Response:
+
+def unobserved(_scope: Scope, _error: ApiError) -> None:
+    """Nobody is told."""
+
+
+def install_error_handlers(api: FastAPI, on_error: OnError = unobserved) -> None:
+    """Give every way a request can fail the OpenAI error body, and tell `on_error` of it."""
+
+    def answer(request: Request, error: ApiError) -> JSONResponse:
+        on_error(request.scope, error)
         return error.response()
 
+    @api.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return answer(request, error)
+
     @api.exception_handler(RequestRefused)
-    async def on_refused(_request: Request, error: RequestRefused) -> Response:
-        return from_info(error.info).response()
+    async def on_refused(request: Request, error: RequestRefused) -> Response:
+        return answer(request, from_info(error.info))
 
     @api.exception_handler(BackendUnavailable)
-    async def on_unavailable(_request: Request, error: BackendUnavailable) -> Response:
-        return from_info(ErrorInfo(ErrorKind.UNAVAILABLE, str(error))).response()
+    async def on_unavailable(request: Request, error: BackendUnavailable) -> Response:
+        return answer(request, from_info(ErrorInfo(ErrorKind.UNAVAILABLE, str(error))))
 
     @api.exception_handler(RequestValidationError)
-    async def on_invalid(_request: Request, error: RequestValidationError) -> Response:
-        return from_validation(error.errors()).response()
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+        return answer(request, from_validation(error.errors()))
 
     @api.exception_handler(ClientDisconnected)
     async def on_disconnect(_request: Request, _error: ClientDisconnected) -> Response:
@@ -176,18 +189,17 @@ def install_error_handlers(api: FastAPI) -> None:
 
     @api.exception_handler(HTTPException)
     async def on_http(request: Request, error: HTTPException) -> Response:
-        response = _from_http(request, error).response()
+        response = answer(request, _from_http(request, error))
         # Such as Allow, which says which methods there are.
         response.headers.update(error.headers or {})
         return response
 
     @api.exception_handler(Exception)
-    async def on_fault(_request: Request, _error: Exception) -> Response:
+    async def on_fault(request: Request, _error: Exception) -> Response:
         # Starlette re-raises after this answer, so the server logs the trace; logging here would
         # double it.
-        return ApiError(
-            500, "The service failed to handle this request.", code="internal_error"
-        ).response()
+        message = "The service failed to handle this request."
+        return answer(request, ApiError(500, message, code="internal_error"))
 
 
 def _from_http(request: Request, error: HTTPException) -> ApiError:

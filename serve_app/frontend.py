@@ -32,7 +32,9 @@ from serve_app.chat_models import ChatCompletionRequest
 from serve_app.choices import Answer, collect
 from serve_app.chunker import Chunker, ChunkResponse, chunk_sizes
 from serve_app.errors import from_info
+from serve_app.gate import Arrival, Gate
 from serve_app.intake import Intake, PreparedCall, PreparedRequest
+from serve_app.metrics import metrics_response
 from serve_app.served_model import ServedModel
 from serve_app.streaming import TextDelta, TextStream, with_tool_calls
 from serve_app.text_models import (
@@ -50,10 +52,12 @@ class Frontend:
     Args:
         backend: serves token ids.
         config: how prompts are cut, and the defaults of requests.
+        gate: what requests pass before they run.
     """
 
-    def __init__(self, backend: Backend, config: ServiceConfig) -> None:
+    def __init__(self, backend: Backend, config: ServiceConfig, gate: Gate) -> None:
         self.backend = backend
+        self._gate = gate
         self.started_at = int(time.time())
         self._default_priority = config.ingress.default_priority
         sizes = chunk_sizes(config.scheduler, config.ingress.adaptive_chunk_size)
@@ -75,19 +79,30 @@ class Frontend:
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """POST /v1/completions."""
-        started_at = asyncio.get_running_loop().time()
+        arrival = self._arrive(request, body)
         model = await self.model()
-        call = await self._intake(model).completion(body)
+        prepared = await self._intake(model).completion(body)
+        call = self._gate.bound(arrival, prepared, "prompt")
         shape = CompletionShape(_names(model, body))
-        return await self._answer(request, call, shape, _head("cmpl", model, body), started_at)
+        return await self._answer(request, arrival, call, shape, _head("cmpl", model, body))
 
     async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
         """POST /v1/chat/completions."""
-        started_at = asyncio.get_running_loop().time()
+        arrival = self._arrive(request, body)
         model = await self.model()
-        call = await self._intake(model).chat(body)
+        prepared = await self._intake(model).chat(body)
+        call = self._gate.bound(arrival, prepared, "messages")
         shape = ChatShape(_names(model, body))
-        return await self._answer(request, call, shape, _head("chatcmpl", model, body), started_at)
+        return await self._answer(request, arrival, call, shape, _head("chatcmpl", model, body))
+
+    def _arrive(self, request: Request, body: GenerationRequest) -> Arrival:
+        arrival = self._gate.arrive(request.scope)
+        self._gate.check(body)
+        return arrival
+
+    async def metrics(self) -> Response:
+        """GET /metrics."""
+        return await metrics_response(self._gate.metrics, self.backend)
 
     async def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
         """POST /tokenize."""
@@ -127,17 +142,23 @@ class Frontend:
     async def _answer(
         self,
         request: Request,
+        arrival: Arrival,
         call: PreparedCall,
         shape: AnswerShape,
         head: AnswerHead,
-        started_at: float,
     ) -> Response:
         """The one place where a whole HTTP request is known and nothing of it runs yet. Its one end
         is `Answer.aclose`.
         """
-        deadline = None if call.timeout_s is None else started_at + call.timeout_s
-        choices = [self._deltas(prepared) for prepared in call.requests]
-        answer = Answer(choices, call.prompt_lengths, deadline, call.client_names)
+        passage = await self._gate.admit(arrival, call)
+        choices = [
+            self._gate.watch(arrival, passage, index, prepared, self._deltas(prepared))
+            for index, prepared in enumerate(call.requests)
+        ]
+        deadline = None if call.timeout_s is None else arrival.at_s + call.timeout_s
+        answer = Answer(
+            choices, call.prompt_lengths, deadline, call.client_names, on_end=passage.release
+        )
         try:
             if not head.is_streamed:
                 whole = await until_disconnect(request, collect(answer))

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deployments.config import AdmissionConfig
 from serve_app.api_keys import Keys
 from serve_app.callers import CALLER_STATE
-from serve_app.errors import ApiError
+from serve_app.errors import ApiError, OnError, unobserved
 
 ALWAYS_OPEN = frozenset({"/health", "/ready"})
 """What probes ask, which hold no key."""
@@ -30,12 +30,20 @@ class ApiKeyGuard:
         keys: who may call.
         open_paths: exact paths, below the application's root path, that need no key. They have no
             caller.
+        on_refusal: told of each 401.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_paths: frozenset[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        open_paths: frozenset[str],
+        on_refusal: OnError = unobserved,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
+        self._on_refusal = on_refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
@@ -47,6 +55,7 @@ class ApiKeyGuard:
             scope.setdefault("state", {})[CALLER_STATE] = caller
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            self._on_refusal(scope, _invalid_key())
             response = _invalid_key().response()
             response.headers["WWW-Authenticate"] = "Bearer"
             await response(scope, receive, send)

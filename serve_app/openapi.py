@@ -21,8 +21,11 @@ _REF = "#/components/schemas/{model}"
 
 REQUEST_FAULTS: dict[int, str] = {
     400: "The request cannot be served as it is; the message says what to change.",
+    401: "The API key is missing or not valid.",
     404: "The model is not served.",
     408: "The request's own `timeout` passed before its answer began.",
+    413: "The body is larger than the service takes.",
+    429: "A rate is reached; `Retry-After` says when to try again.",
 }
 SERVICE_FAULTS: dict[int, str] = {
     500: "The service failed while it held the request.",
@@ -35,7 +38,7 @@ def faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
     told = REQUEST_FAULTS | SERVICE_FAULTS
     return {
         status: {"content": _json(ErrorAnswer), "description": told[status]}
-        | ({"headers": _RETRY_AFTER} if status == 503 else {})
+        | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
         for status in statuses
     }
 

@@ -1,11 +1,7 @@
 """The pools behind an ingress as one backend: which pool a request goes to, and where next.
 
-Owns the rule from priority class to pool, and the spill-over between pools. What Ray's failures
-mean inside one is `ray_pool`'s.
-
-    class 0 ─► chat ──── full, or no replica ───► batch
-    class 1 ─► batch     (spills_to: batch)
-    others  ─► the default pool
+Owns the spill-over between pools. Which pools a class may use is `pool_routes`' rule, what Ray's
+failures mean inside one is `ray_pool`'s.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from deployments.protocol import (
 )
 from serve_app.errors import BackendUnavailable
 from serve_app.metrics import PoolMetrics
+from serve_app.pool_routes import PoolRoutes
 from serve_app.ray_pool import PoolCounters, RayPool
 
 logger = logging.getLogger(__name__)
@@ -59,31 +56,6 @@ class Pool(Protocol):
             BackendUnavailable: there is none.
         """
         ...
-
-
-class PoolRoutes:
-    """Which pools a priority class may use, in which order.
-
-    Args:
-        config: of the service; without `pools` there is one, named "engine".
-    """
-
-    def __init__(self, config: ServiceConfig) -> None:
-        self.names = list(config.pools) or ["engine"]
-        self._default = config.default_pool or self.names[0]
-        self._by_priority = {
-            priority: name for name, pool in config.pools.items() for priority in pool.priorities
-        }
-        self._next = {name: pool.spills_to for name, pool in config.pools.items()}
-
-    def find_route(self, priority: int) -> list[str]:
-        """The class's own pool, then where it spills to, each pool once."""
-        route: list[str] = []
-        name: str | None = self._by_priority.get(priority, self._default)
-        while name is not None and name not in route:
-            route.append(name)
-            name = self._next.get(name)
-        return route
 
 
 def _may_spill(chunk: TokenChunk) -> bool:

@@ -9,7 +9,7 @@ import importlib.metadata
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import ValidationError
 
 from deployments.protocol import EngineStats
@@ -66,7 +66,7 @@ def add_routes(api: FastAPI, front: Frontend) -> None:
 
 
 def _add_generation_routes(api: FastAPI, front: Frontend) -> None:
-    errors = faults(400, 404, 408, 500, 503)
+    errors = faults(400, 401, 404, 408, 413, 429, 500, 503)
 
     @api.post(
         "/v1/completions",
@@ -86,7 +86,7 @@ def _add_generation_routes(api: FastAPI, front: Frontend) -> None:
 
 
 def _add_text_routes(api: FastAPI, front: Frontend) -> None:
-    errors = faults(400, 404, 500, 503)
+    errors = faults(400, 401, 404, 413, 500, 503)
 
     @api.post("/tokenize", responses=errors, openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> TokenizeResponse:
@@ -111,11 +111,11 @@ def _add_model_routes(api: FastAPI, front: Frontend) -> None:
             max_model_len=model.card.max_model_len,
         )
 
-    @api.get("/v1/models", responses=faults(500, 503))
+    @api.get("/v1/models", responses=faults(401, 500, 503))
     async def models() -> ModelList:
         return ModelList(object="list", data=[describe(await front.model())])
 
-    @api.get("/v1/models/{model_id:path}", responses=faults(404, 500, 503))
+    @api.get("/v1/models/{model_id:path}", responses=faults(401, 404, 500, 503))
     async def model(model_id: str) -> ModelAnswer:
         served = await front.model()
         served.check_name(model_id)
@@ -134,11 +134,15 @@ def _add_state_routes(api: FastAPI, front: Frontend) -> None:
         await front.model()
         return StatusAnswer(status="ok")
 
-    @api.get("/version")
+    @api.get("/metrics", response_class=PlainTextResponse, responses=faults(401, 500))
+    async def metrics() -> Response:
+        return await front.metrics()
+
+    @api.get("/version", responses=faults(401))
     async def version() -> VersionAnswer:
         return VersionAnswer(version=_version())
 
-    @api.get("/stats", responses=faults(500, 503))
+    @api.get("/stats", responses=faults(401, 500, 503))
     async def stats() -> list[EngineStats]:
         return await front.backend.stats()
 

@@ -202,7 +202,7 @@ def test_many_choices_are_refused_before_they_cost_anything() -> None:
         error = error_of(client.post(COMPLETIONS, json={"prompt": ["a"] * 100} | body), 400)
         assert error["param"] == "n"
     assert backend.requests == []
-    assert client.post(COMPLETIONS, json={"prompt": ["a"] * 100, "n": 10}).status_code == 200
+    assert client.post(COMPLETIONS, json={"prompt": ["a"] * 100, "n": 2}).status_code == 200
 
 
 # --- the client's deadline ------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from deployments.admission_config import AdmissionConfig as AdmissionConfig
 from deployments.config_base import Section as Section
 from deployments.config_base import nearest_name as nearest_name
 from deployments.pool_config import PoolConfig as PoolConfig
@@ -169,6 +170,7 @@ class ServiceConfig(Section):
     default_pool: str | None = None
     """Which of `pools` serves the priority classes that no pool names; by default the first."""
     ingress: IngressConfig = IngressConfig()
+    admission: AdmissionConfig = AdmissionConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -48,10 +48,11 @@ class Rule:
 RULES = (
     Rule("deployments.protocol", (), NONE_OUTSIDE),
     Rule("deployments.config_base", (), ("pydantic",)),
+    Rule("deployments.admission_config", ("deployments.config_base",), ("pydantic",)),
     Rule("deployments.pool_config", ("deployments.config_base",), ("pydantic",)),
     Rule(
         "deployments.config",
-        ("deployments.config_base", "deployments.pool_config"),
+        ("deployments.admission_config", "deployments.config_base", "deployments.pool_config"),
         ("pydantic", "yaml"),
     ),
     # The routing decision is plain code, so that tests and benchmarks run it without Ray.

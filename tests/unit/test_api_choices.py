@@ -258,6 +258,25 @@ def test_a_deadline_holds_for_tokens_that_never_pause() -> None:
     assert last.delta.error is not None and last.delta.error.kind is ErrorKind.TIMEOUT
 
 
+def test_an_error_is_the_last_delta_of_an_answer() -> None:
+    """After one choice failed, the others are read on."""
+
+    async def scenario() -> list[int]:
+        async def choice(index: int) -> AsyncGenerator[TextDelta, None]:
+            if index == 1:
+                yield TextDelta(error=ErrorInfo(ErrorKind.ENGINE, "told"))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            yield TextDelta("a", finish_reason=FinishReason.STOP)
+
+        answer = Answer([choice(index) for index in range(3)], [1])
+        indices = [part.index async for part in answer]
+        await answer.aclose()
+        return indices
+
+    assert asyncio.run(scenario()) == [1]
+
+
 def test_an_answer_is_closed_once_with_all_its_choices() -> None:
     """Choices that nobody read yet stay open when the answer is closed."""
 

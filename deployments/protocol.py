@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for per token (OpenAI's bound for chat)."""
@@ -78,10 +79,23 @@ def _is_integer(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like.
+
+    `text` is the JSON text of a schema, a regular expression, or a JSON list of choices; empty for
+    json_object.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "choice"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one request.
 
-    Order of application: logit_bias, penalties, min_tokens mask, temperature, top_k, top_p, min_p.
+    Order of application: logit_bias, penalties, min_tokens mask, grammar mask, temperature, top_k,
+    top_p, min_p.
     `temperature` 0 is greedy. `top_k` 0 is off. `seed` None lets the engine draw one.
 
     Raises:
@@ -103,6 +117,9 @@ class SamplingParams:
     """None: no logprobs; 0: of the sampled token alone; n: of the n likeliest as well."""
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
+    num_prompt_logprobs: int | None = None
+    """Of the prompt's tokens; None: no logprobs; otherwise as `num_logprobs`."""
 
     def __post_init__(self) -> None:
         def in_range(param: str, low: float, high: float) -> None:
@@ -143,11 +160,14 @@ class SamplingParams:
                 "logit_bias",
                 f"values must be between -100 and 100, got {bias!r}",
             )
-        if self.num_logprobs is not None:
+        for param, count in (
+            ("logprobs", self.num_logprobs),
+            ("prompt_logprobs", self.num_prompt_logprobs),
+        ):
             _require(
-                0 <= self.num_logprobs <= MAX_LOGPROBS,
-                "logprobs",
-                f"must be between 0 and {MAX_LOGPROBS}, got {self.num_logprobs}",
+                count is None or 0 <= count <= MAX_LOGPROBS,
+                param,
+                f"must be between 0 and {MAX_LOGPROBS}, got {count}",
             )
 
     @property
@@ -207,6 +227,8 @@ class TokenChunk:
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a prompt token, the first None; with the first chunk that has tokens."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended the request, if one of stop_token_ids did (the end-of-sequence token

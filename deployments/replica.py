@@ -26,11 +26,13 @@ class EngineReplica:
         from deployments.engine.clock import WallClock
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
+        from deployments.execution.grammar import PreparedGrammars
         from deployments.execution.model_executor import ModelExecutor
 
         executor = ModelExecutor.load(config)
         clock = WallClock()
         engine = Engine.build(config.scheduler, config.cache, executor, clock)
+        self._grammars = PreparedGrammars(executor.grammars)
         self._card = executor.model_card()
         self._thread = EngineThread(engine, clock, stuck_after_s=config.pool.stuck_after_s)
         self._thread.start()
@@ -39,12 +41,16 @@ class EngineReplica:
         """Continue a prompt; a refusal is a chunk with an error. Closing or cancelling this aborts
         the request.
         """
-        chunks = self._thread.generate(request)
-        try:
-            async for chunk in chunks:
-                yield chunk
-        finally:
-            await chunks.aclose()
+        async with self._grammars.prepared(request) as refusal:
+            if refusal is not None:
+                yield refusal
+                return
+            chunks = self._thread.generate(request)
+            try:
+                async for chunk in chunks:
+                    yield chunk
+            finally:
+                await chunks.aclose()
 
     async def model_card(self) -> ModelCard:
         """What this replica serves."""

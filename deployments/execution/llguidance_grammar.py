@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-MAX_GRAMMAR_CHARS = 128 * 1024
+MAX_GRAMMAR_CHARS = 64 * 1024
+"""Compiling takes seconds from here on; the worst case grows with the square."""
 _MAX_MESSAGE_CHARS = 300
 _LEXER_FUEL = 200_000
 """Bounds the effort of compiling, to less than a second; the library's own bound is five times

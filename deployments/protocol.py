@@ -94,7 +94,8 @@ class Grammar:
 class SamplingParams:
     """How to choose the tokens of one request.
 
-    Order of application: logit_bias, penalties, min_tokens mask, temperature, top_k, top_p, min_p.
+    Order of application: logit_bias, penalties, min_tokens mask, grammar mask, temperature, top_k,
+    top_p, min_p.
     `temperature` 0 is greedy. `top_k` 0 is off. `seed` None lets the engine draw one.
 
     Raises:
@@ -160,11 +161,14 @@ class SamplingParams:
                 "logit_bias",
                 f"values must be between -100 and 100, got {bias!r}",
             )
-        if self.num_logprobs is not None:
+        for param, count in (
+            ("logprobs", self.num_logprobs),
+            ("prompt_logprobs", self.num_prompt_logprobs),
+        ):
             _require(
-                0 <= self.num_logprobs <= MAX_LOGPROBS,
-                "logprobs",
-                f"must be between 0 and {MAX_LOGPROBS}, got {self.num_logprobs}",
+                count is None or 0 <= count <= MAX_LOGPROBS,
+                param,
+                f"must be between 0 and {MAX_LOGPROBS}, got {count}",
             )
 
     @property
@@ -240,6 +244,8 @@ class TokenChunk:
     request_id: str
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a prompt token, the first None; with the first chunk that has tokens."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended the request, if one of stop_token_ids did (the end-of-sequence token
@@ -248,10 +254,6 @@ class TokenChunk:
     num_cached_tokens: int = 0
     timings: RequestTimings | None = None
     error: ErrorInfo | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each prompt token, in the first chunk of a request that asked for them; nothing
-    precedes the first token, so it has none.
-    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -40,6 +41,7 @@ class EngineReplica:
         from deployments.engine.clock import WallClock
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
+        from deployments.execution.grammar import PreparedGrammars
         from deployments.execution.startup import made_to_stay
         from deployments.metrics import EngineCollector, EngineMeters
 
@@ -49,6 +51,7 @@ class EngineReplica:
         clock = WallClock()
         meters = EngineMeters(clock)
         engine = Engine.build(config.scheduler, config.cache, executor, clock, [meters])
+        self._grammars = PreparedGrammars(executor.grammars)
         self._card = executor.model_card()
         self._thread = EngineThread(engine, clock, stuck_after_s=config.pool.stuck_after_s)
         self._registry = CollectorRegistry()
@@ -81,15 +84,23 @@ class EngineReplica:
         """Continue a prompt; a refusal is a chunk with an error. Closing or cancelling this aborts
         the request.
         """
-        chunks = self._thread.generate(request)
         num_tokens = count_tokens(request)
         self._num_outstanding_tokens += num_tokens
         try:
-            async for chunk in chunks:
-                yield chunk
+            async with aclosing(self._generate(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         finally:
             self._num_outstanding_tokens -= num_tokens
-            await chunks.aclose()
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        async with self._grammars.prepared(request) as refusal:
+            if refusal is not None:
+                yield refusal
+                return
+            async with aclosing(self._thread.generate(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
 
     async def model_card(self) -> ModelCard:
         """What this replica serves."""

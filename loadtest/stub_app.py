@@ -30,6 +30,7 @@ from ray.serve import Application
 from deployments.builder import build_engines
 from deployments.config import ServiceConfig
 from deployments.engine.outputs import ModelLimits, ModelOutput, SchedulerOutput
+from deployments.execution.grammar import NoGrammars
 from deployments.execution.model_source import read_tokenizer_files, resolve_model_dir
 from deployments.protocol import ModelCard
 from deployments.replica import EngineReplica
@@ -62,6 +63,7 @@ class StubExecutor:
         self._files = files
         self._last_s = 0.0
         self.device = torch.device("cpu")
+        self.grammars = NoGrammars("a stub has no grammars")
 
     @property
     def limits(self) -> ModelLimits:

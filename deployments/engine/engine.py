@@ -12,7 +12,13 @@ from deployments.config import CacheConfig, SchedulerConfig
 from deployments.engine.block_pool import BlockPool
 from deployments.engine.clock import Clock
 from deployments.engine.kv_cache_manager import KVCacheManager
-from deployments.engine.outputs import ModelLimits, ModelOutput, RequestOutput, SchedulerOutput
+from deployments.engine.outputs import (
+    ModelLimits,
+    ModelOutput,
+    OutOfDeviceMemory,
+    RequestOutput,
+    SchedulerOutput,
+)
 from deployments.engine.scheduler import Scheduler
 from deployments.engine.stats import (
     EngineObserver,
@@ -21,7 +27,7 @@ from deployments.engine.stats import (
     chunk_records,
     step_tokens,
 )
-from deployments.engine.step_budget import FixedBudget
+from deployments.engine.step_budget import FixedBudget, ShrinkingBudget
 from deployments.protocol import EngineStats, ErrorInfo, ErrorKind, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -38,7 +44,11 @@ class StepExecutor(Protocol):
     def limits(self) -> ModelLimits: ...
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """Compute a step and sample where a row asks for it."""
+        """Compute a step and sample where a row asks for it.
+
+        Raises:
+            OutOfDeviceMemory: the step does not fit; nothing of it counts, and a smaller one may.
+        """
         ...
 
 
@@ -67,6 +77,7 @@ class Engine:
         scheduler: decides what a step computes.
         executor: computes it.
         clock: where time comes from.
+        budget: the scheduler's; made smaller where the device has too little memory.
         observers: are told of steps and ends.
     """
 
@@ -75,12 +86,14 @@ class Engine:
         scheduler: Scheduler,
         executor: StepExecutor,
         clock: Clock,
+        budget: ShrinkingBudget,
         observers: Sequence[EngineObserver] = (),
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._observers = tuple(observers)
+        self._budget = budget
         self._num_failed_in_a_row = 0
         self.step_log = StepLog(NUM_LOGGED_STEPS)
 
@@ -98,8 +111,9 @@ class Engine:
         kv = KVCacheManager(
             BlockPool(limits.num_blocks), limits.block_size, cache.enable_prefix_caching
         )
-        core = Scheduler(scheduler, limits, kv, FixedBudget(scheduler.token_budget), clock)
-        return cls(core, executor, clock, observers)
+        budget = ShrinkingBudget(FixedBudget(scheduler.token_budget))
+        core = Scheduler(scheduler, limits, kv, budget, clock)
+        return cls(core, executor, clock, budget, observers)
 
     @property
     def has_requests(self) -> bool:
@@ -144,9 +158,12 @@ class Engine:
         scheduled_s = self._clock.now()
         try:
             result = self._executor.execute(step)
+        except OutOfDeviceMemory as error:
+            return self._after_out_of_memory(step, error)
         except Exception as error:
             return self._after_failure(step, error)
         self._num_failed_in_a_row = 0
+        self._budget.note_step_fitted()
         drain_commands()
         executed_s = self._clock.now()
         outputs = self._scheduler.update_from_output(step, result)
@@ -164,6 +181,24 @@ class Engine:
             ) from error
         info = ErrorInfo(
             ErrorKind.ENGINE, "the engine failed while it ran this request; it may be sent again"
+        )
+        return self._count_all(self._scheduler.fail_step(step, info))
+
+    def _after_out_of_memory(
+        self, step: SchedulerOutput, error: OutOfDeviceMemory
+    ) -> list[RequestOutput]:
+        """Nothing of the step was booked, so the next one computes the same with fewer tokens. Rows
+        it has no room for keep their blocks: giving those up would free no memory of the device.
+        """
+        self.step_log.num_out_of_memory += 1
+        logger.warning("a step of %d tokens is out of memory: %s", step.num_tokens, error)
+        if step.num_tokens > 1:
+            self._budget.shrink_below(step.num_tokens)
+            return []
+        info = ErrorInfo(
+            ErrorKind.OVERLOADED,
+            "the device has too little memory left for this request, even alone and one token at a "
+            "time: try again later, or shorten the prompt",
         )
         return self._count_all(self._scheduler.fail_step(step, info))
 

@@ -59,6 +59,8 @@ class KVCacheManager:
         a prompt that is cached whole computes its last block again, in a block of its own, because
         shared ones are not written.
         """
+        if not request.reads_prefix_cache:
+            return []
         num_blocks = (request.num_tokens - 1) // self._block_size
         hits: list[int] = []
         for block_hash in request.block_hashes[:num_blocks]:

@@ -64,14 +64,21 @@ class SchedulerOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What an executor made of a step, by request id, for those that sampled.
+    """What an executor made of a step, by request id.
 
-    Each of them is in `token_ids` or in `errors` (its row was unusable; the other rows are sound).
+    Each that sampled is in `token_ids` or in `errors` (its row was unusable; the other rows are
+    sound). `prompt_logprobs` holds what this step adds to them, also for chunks that do not sample.
     """
 
     token_ids: dict[str, int]
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def has_failed(self, row: ScheduledRequest) -> bool:
+        """Whether nothing that a row computed may be used."""
+        request_id = row.request.request_id
+        return request_id in self.errors or (row.samples_token and request_id not in self.token_ids)
 
 
 class RequestOutput(NamedTuple):
@@ -85,6 +92,12 @@ class RequestOutput(NamedTuple):
     stop_token_id: int | None = None
     timings: RequestTimings | None = None
     error: ErrorInfo | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """With the first token of a request that asked."""
+
+
+class OutOfDeviceMemory(RuntimeError):
+    """A step did not fit the device's memory. Nothing of it counts; a smaller one may fit."""
 
 
 @dataclass(frozen=True, slots=True)

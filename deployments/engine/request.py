@@ -20,6 +20,7 @@ from deployments.protocol import (
     GenerateRequest,
     RequestTimings,
     SamplingParams,
+    TokenLogprobs,
 )
 
 
@@ -78,6 +79,10 @@ class Request:
     ready_since_s: float = 0.0
     """Since when its next chunk could have run: arrival, preemption, or the end of the step that
     ran the last one."""
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Of the prompt's tokens so far, if it asked; the first has none. A preemption keeps them."""
+    grammar_state: object | None = None
+    """Where the sampler stands in its grammar: opaque here, and gone when the request is."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -108,6 +113,7 @@ class Request:
             chunk_size=incoming.chunk_size,
             cache_salt=incoming.cache_salt,
             ready_since_s=now,
+            prompt_logprobs=[] if params.num_prompt_logprobs is None else [None],
         )
 
     @property
@@ -124,6 +130,18 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose keys and values are not in the KV cache."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_missing_prompt_logprobs(self) -> int:
+        """Prompt tokens whose log-probabilities it asked for and lacks."""
+        if self.sampling_params.num_prompt_logprobs is None:
+            return 0
+        return self.num_prompt_tokens - len(self.prompt_logprobs)
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Whether cached blocks are of use to it: tokens found there have no logits."""
+        return self.num_missing_prompt_logprobs == 0
 
     @property
     def is_decode(self) -> bool:
@@ -184,6 +202,8 @@ class Request:
         """Why its last token ends it; None if it goes on."""
         params = self.sampling_params
         last = self.token_ids[-1]
+        if params.grammar is not None and last in eos_token_ids:
+            return FinishReason.STOP  # the sampler allows it only where the grammar ends
         if self.num_output_tokens > params.min_tokens:
             is_end = last in eos_token_ids and not params.ignore_eos
             if is_end or last in params.stop_token_ids:

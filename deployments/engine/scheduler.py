@@ -27,6 +27,7 @@ from deployments.engine.admission_check import check_request
 from deployments.engine.block_pool import IntegrityError
 from deployments.engine.chunk_plan import next_chunk_size
 from deployments.engine.clock import Clock
+from deployments.engine.integrity import check_blocks, check_requests
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.outputs import ModelLimits, ModelOutput, RequestOutput, SchedulerOutput
 from deployments.engine.request import Request, RequestStatus
@@ -191,12 +192,17 @@ class Scheduler:
                 continue
             request.num_computed_tokens += row.num_scheduled_tokens
             request.ready_since_s = now
-            if row.samples_token and request.request_id not in result.token_ids:
+            if result.has_failed(row):
                 outputs.append(self._fail_row(request, result))
                 continue
+            if result.prompt_logprobs:
+                request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
             self._kv.publish(request, row.num_computed_tokens)
             if row.samples_token:
-                outputs.append(self._take_token(request, result, now))
+                output = self._take_token(request, result, now)
+                if request.prompt_logprobs and request.num_output_tokens == 1:
+                    output = output._replace(prompt_logprobs=request.prompt_logprobs)
+                outputs.append(output)
         return outputs
 
     def fail_step(self, step: SchedulerOutput, error: ErrorInfo) -> list[RequestOutput]:
@@ -388,13 +394,7 @@ class Scheduler:
         Raises:
             IntegrityError: they contradict each other, or blocks are held while nothing runs.
         """
-        self._kv.check_integrity(self._running)
-        is_sorted = sorted(self._running, key=_urgency) == self._running
-        if not is_sorted or len(self._running) > self._config.max_num_seqs:
-            raise IntegrityError("the running requests are out of order or too many")
-        known = {*self._running, *self._waiting}
-        are_distinct = len(known) == self.num_running + self.num_waiting
-        if known != set(self._requests.values()) or not are_distinct:
-            raise IntegrityError("a request is lost, or both waiting and running")
-        if not self._running and self._kv.num_free_blocks != self._kv.num_usable_blocks:
-            raise IntegrityError("blocks are held while nothing runs")
+        check_blocks(self._kv, self._running)
+        check_requests(self._requests.values(), self._running, self._waiting)
+        if len(self._running) > self._config.max_num_seqs:
+            raise IntegrityError("too many requests are running")

@@ -133,6 +133,8 @@ class StepLog:
         self.num_preemptions = 0
         self.num_forced_chunks = 0
         self.num_cached_tokens = 0
+        self.num_out_of_memory = 0
+        """Steps that did not fit the device's memory and were made smaller."""
         self.num_finished: Counter[str] = Counter()
 
     @property

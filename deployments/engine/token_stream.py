@@ -25,6 +25,7 @@ class TokenStream:
         """Whether its reader has left for good."""
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._last: RequestOutput | None = None
         self._num_cached_tokens = 0
         self._arrived = asyncio.Event()
@@ -46,6 +47,8 @@ class TokenStream:
             self._token_ids.append(output.token_id)
         if output.logprobs is not None:
             self._logprobs.append(output.logprobs)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
         self._num_cached_tokens = output.num_cached_tokens
         if output.finish_reason is not None:
             self._last = output
@@ -62,11 +65,13 @@ class TokenStream:
         self._last_read_s = now()
         token_ids, self._token_ids = self._token_ids, []
         logprobs, self._logprobs = self._logprobs, []
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         last = self._last
         return TokenChunk(
             request_id=self.request_id,
             token_ids=token_ids,
             logprobs=logprobs or None,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=None if last is None else last.finish_reason,
             stop_token_id=None if last is None else last.stop_token_id,
             num_cached_tokens=self._num_cached_tokens,

@@ -5,6 +5,8 @@
     positions         9      |   4      |   5  6  7              [num_tokens]
     row.start         0      |   1      |  2
     logits_indices   0          1                    4           [num_samples]; none if C goes on
+                                         2  3                    after these, if C's prompt_logprobs
+                                                                 are asked for
 
 Rows of one token come first, so that a backend can take them as one batch.
 """
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deployments.engine.outputs import ScheduledRequest
+from deployments.execution.prompt_logprobs import PromptSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,14 @@ class InputBatch:
     slot_mapping: Tensor
     """[num_tokens], int64, flat slot = block_id * block_size + offset"""
     logits_indices: Tensor
-    """[num_samples], int64, into the ragged row"""
+    """[num_samples + positions of all prompt_spans], int64, into the ragged row"""
     rows: tuple[BatchRow, ...]
     num_decodes: int
     """So many of `rows`, the first ones, have one query each."""
     sampled: tuple[ScheduledRequest, ...]
-    """The requests behind `logits_indices`."""
+    """The requests behind the first of `logits_indices`."""
+    prompt_spans: tuple[PromptSpan, ...]
+    """What the rest of `logits_indices` stand for."""
     block_size: int
 
     @classmethod
@@ -66,6 +71,8 @@ class InputBatch:
         positions: list[int] = []
         slots: list[int] = []
         logits_indices: list[int] = []
+        prompt_indices: list[int] = []
+        prompt_spans: list[PromptSpan] = []
         rows: list[BatchRow] = []
         for item in ordered:
             first, count = item.num_computed_tokens, item.num_scheduled_tokens
@@ -77,15 +84,23 @@ class InputBatch:
                 table[position // block_size] * block_size + position % block_size
                 for position in range(first, first + count)
             ]
+            span = PromptSpan.of(item)
+            if len(span) > 0:
+                offset = rows[-1].start - first
+                prompt_indices += range(offset + span.start, offset + span.stop)
+                prompt_spans.append(span)
             if item.samples_token:
                 logits_indices.append(len(input_ids) - 1)
         return cls(
             input_ids=torch.tensor(input_ids, device=device),
             positions=torch.tensor(positions, device=device),
             slot_mapping=torch.tensor(slots, device=device),
-            logits_indices=torch.tensor(logits_indices, dtype=torch.int64, device=device),
+            logits_indices=torch.tensor(
+                logits_indices + prompt_indices, dtype=torch.int64, device=device
+            ),
             rows=tuple(rows),
             num_decodes=len(singles),
             sampled=tuple(item for item in ordered if item.samples_token),
+            prompt_spans=tuple(prompt_spans),
             block_size=block_size,
         )

@@ -7,17 +7,25 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from deployments.config import ExecutionConfig, ServiceConfig
-from deployments.engine.outputs import ModelLimits, ModelOutput, SchedulerOutput
+from deployments.engine.outputs import (
+    ModelLimits,
+    ModelOutput,
+    OutOfDeviceMemory,
+    SchedulerOutput,
+)
 from deployments.execution.attention.backend import AttentionBackend
 from deployments.execution.attention.cpu_sdpa import CpuSdpaAttention
 from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.attention.reference import ReferenceAttention
+from deployments.execution.device_memory import is_out_of_memory, release_unused
 from deployments.execution.few_rows import choose_few_rows
+from deployments.execution.grammar import GrammarCompiler
 from deployments.execution.kv_cache import (
     CPU_DEFAULT_MAX_GB,
     LayerSpec,
@@ -26,6 +34,7 @@ from deployments.execution.kv_cache import (
     num_blocks_that_fit,
     num_free_bytes,
 )
+from deployments.execution.llguidance_grammar import make_grammar_compiler
 from deployments.execution.load_gate import (
     UnsupportedModel,
     check_against_eager,
@@ -36,6 +45,7 @@ from deployments.execution.model_loader import LoadedModel, default_num_threads,
 from deployments.execution.model_source import cache_root
 from deployments.execution.packed_forward import PackedForward
 from deployments.execution.prepack import prepack_linears, restore_linears
+from deployments.execution.prompt_logprobs import read_prompt_logprobs
 from deployments.execution.sampler import Sampler
 from deployments.protocol import ModelCard
 
@@ -108,7 +118,11 @@ class ModelExecutor:
         )
         cache = PagedKVCache(specs, num_blocks, block_size, dtype, device)
         self._forward = PackedForward(model, self._attention, backend, specs, cache)
-        self._sampler = Sampler(sorted(loaded.eos_token_ids))
+        eos_token_ids = sorted(loaded.eos_token_ids)
+        self._grammars = make_grammar_compiler(
+            loaded.tokenizer_files, loaded.vocab_size, eos_token_ids
+        )
+        self._sampler = Sampler(eos_token_ids, self._grammars)
         self._limits = ModelLimits(
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
@@ -152,6 +166,13 @@ class ModelExecutor:
         """Of weights, keys and values."""
         return self._loaded.model.dtype
 
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Compiles grammars for this model; compile a request's before the request is submitted,
+        and keep the result while it runs, so that no step has to.
+        """
+        return self._grammars
+
     def model_card(self) -> ModelCard:
         """What an ingress needs to know."""
         return ModelCard(
@@ -164,10 +185,32 @@ class ModelExecutor:
         )
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
-        """Compute a step and sample where a row asks for it."""
-        with torch.inference_mode():
-            packed = self._forward.run(output.scheduled)
-            return self._sampler.sample(packed.logits, [row.request for row in packed.sampled])
+        """Compute a step and sample where a row asks for it.
+
+        Raises:
+            OutOfDeviceMemory: the step does not fit.
+        """
+        try:
+            with torch.inference_mode():
+                return self._compute(output)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            message = str(error)
+        release_unused(self._loaded.model.device)
+        raise OutOfDeviceMemory(message)
+
+    def _compute(self, output: SchedulerOutput) -> ModelOutput:
+        packed = self._forward.run(output.scheduled)
+        sampled = self._sampler.sample(packed.logits, [row.request for row in packed.sampled])
+        if not packed.prompt_spans:
+            return sampled
+        prompts = read_prompt_logprobs(packed.prompt_logits, packed.prompt_spans)
+        return replace(
+            sampled,
+            errors={**sampled.errors, **prompts.errors},
+            prompt_logprobs=prompts.prompt_logprobs,
+        )
 
     def close(self) -> None:
         """Give the model its own attention and layers back; the executor is of no more use."""

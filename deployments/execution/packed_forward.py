@@ -1,4 +1,4 @@
-"""One forward of a model over a step: ragged tokens in, logits of the sampled rows out."""
+"""One forward of a model over a step: ragged tokens in, logits of the rows that need them out."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from deployments.execution.attention.backend import AttentionBackend
 from deployments.execution.attention.ragged import RaggedAttention, paged_handler
 from deployments.execution.input_batch import InputBatch
 from deployments.execution.kv_cache import LayerSpec, PagedKVCache
+from deployments.execution.prompt_logprobs import PromptSpan
 
 
 def logits_to_keep(model: PreTrainedModel, which: Tensor | int) -> dict[str, Any]:
@@ -27,11 +28,14 @@ def logits_to_keep(model: PreTrainedModel, which: Tensor | int) -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class PackedLogits:
-    """Logits of the rows that sample, in the order of `sampled`."""
+    """Logits of the rows that sample, in the order of `sampled`, and of prompt positions."""
 
     logits: Tensor
     """[num_samples, vocab_size]"""
     sampled: tuple[ScheduledRequest, ...]
+    prompt_logits: Tensor
+    """[num_positions, vocab_size], those of one span after those of another"""
+    prompt_spans: tuple[PromptSpan, ...]
 
 
 class PackedForward:
@@ -60,8 +64,8 @@ class PackedForward:
         self._keeps_logits = bool(logits_to_keep(model, 1))
 
     def run(self, scheduled: Sequence[ScheduledRequest]) -> PackedLogits:
-        """Compute a step: write its keys and values, and return the logits that are sampled
-        from.
+        """Compute a step: write its keys and values, and return the logits that are asked
+        for.
         """
         batch = InputBatch.build(scheduled, self._cache.block_size, self._model.device)
         plan = self._backend.plan(batch, self._windows)
@@ -76,4 +80,7 @@ class PackedForward:
             ).logits[0]
         if not self._keeps_logits:
             logits = logits[batch.logits_indices]
-        return PackedLogits(logits, batch.sampled)
+        num_samples = len(batch.sampled)
+        return PackedLogits(
+            logits[:num_samples], batch.sampled, logits[num_samples:], batch.prompt_spans
+        )

@@ -24,7 +24,7 @@ from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.outputs import ModelOutput
 from deployments.engine.request import Request
 from deployments.engine.scheduler import Scheduler
-from deployments.engine.step_budget import FixedBudget
+from deployments.engine.step_budget import FixedBudget, ShrinkingBudget
 from deployments.execution.model_executor import ModelExecutor
 from deployments.execution.model_loader import LoadedModel
 from deployments.protocol import GenerateRequest, SamplingParams
@@ -196,8 +196,8 @@ def make_engine(
     limits = executor.limits
     kv = KVCacheManager(BlockPool(limits.num_blocks), limits.block_size, enable_prefix_caching)
     clock = VirtualClock()
-    core = Scheduler(config, limits, kv, FixedBudget(budget), clock)
-    return Engine(core, executor, clock)
+    shrinking = ShrinkingBudget(FixedBudget(budget))
+    return Engine(Scheduler(config, limits, kv, shrinking, clock), executor, clock, shrinking)
 
 
 def run(

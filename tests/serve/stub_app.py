@@ -17,6 +17,7 @@ from ray.serve import Application
 from deployments.builder import build_engines
 from deployments.config import ServiceConfig
 from deployments.engine.outputs import ModelOutput, SchedulerOutput
+from deployments.execution.grammar import NoGrammars
 from deployments.protocol import ModelCard
 from deployments.replica import EngineReplica
 from serve_app.app import compose
@@ -33,6 +34,7 @@ class StubExecutor(PagedFakeExecutor):
         # The tokenizer of the card knows these ids, each as one byte.
         super().__init__(make_limits(num_blocks, 4, MAX_MODEL_LEN, vocab_size=256))
         self.device = torch.device("cpu")
+        self.grammars = NoGrammars("a stub has no grammars")
 
     def model_card(self) -> ModelCard:
         return make_card(max_model_len=MAX_MODEL_LEN)

@@ -120,7 +120,7 @@ def test_the_prefix_cache_hides_no_logprobs() -> None:
     assert outputs_of(engine, "plain")[-1].num_cached_tokens == 32
 
 
-@pytest.mark.parametrize("steps", [(1,), (2,), (1, 8), (9,)], ids=str)
+@pytest.mark.parametrize("steps", [(1,), (2,), (1, 15), (9,)], ids=str)
 def test_a_preemption_neither_loses_nor_doubles_any(steps: tuple[int, ...]) -> None:
     """B31: recomputed chunks add their tokens a second time; preempted in mid prefill, or when the
     text is on its way.
@@ -164,7 +164,7 @@ def test_an_abort_in_mid_prefill_leaves_nothing() -> None:
         engine.add(asks(f"{index}"))
         engine.step()
         [request] = engine._scheduler._running
-        assert len(request.prompt_logprobs) == 17
+        assert len(request.prompt_logprobs) == request.num_computed_tokens + 1 > 8
         engine.abort(f"{index}")
         engine.check_integrity()
     assert not engine.has_requests

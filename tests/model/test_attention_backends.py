@@ -133,7 +133,7 @@ def make_scene(layer: Layer, mix: list[tuple[int, int]], seed: int = 0) -> Scene
 def batch_of(rows: list[BatchRow], block_size: int) -> InputBatch:
     empty = torch.empty(0, dtype=torch.int64)
     num_decodes = sum(row.num_queries == 1 for row in rows)
-    return InputBatch(empty, empty, empty, empty, tuple(rows), num_decodes, (), block_size)
+    return InputBatch(empty, empty, empty, empty, tuple(rows), num_decodes, (), (), block_size)
 
 
 def attend(backend: AttentionBackend[Any], scene: Scene) -> Tensor:

@@ -42,7 +42,15 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def replica_pids(service: Service, deployment: str) -> list[int]:
     name = f"ray::ServeReplica:chunkserve:{deployment}"
     below = psutil.Process(service.process.pid).children(recursive=True)
-    return [child.pid for child in below if "".join(child.cmdline()).startswith(name)]
+    return [child.pid for child in below if title_of(child).startswith(name)]
+
+
+def title_of(process: psutil.Process) -> str:
+    """Its command line; nothing for one that has just ended."""
+    try:
+        return "".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 @dataclass

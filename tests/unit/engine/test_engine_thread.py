@@ -213,6 +213,7 @@ def test_a_reader_that_vanished_is_aborted() -> None:
     async def main(thread: EngineThread) -> None:
         stream = thread.generate(make_request(4, max_tokens=5000))
         await anext(stream)
+        await eventually(lambda: thread.stats().num_decode_tokens > 10)
         clock.advance(301.0)
         await eventually(lambda: thread.stats().num_finished.get("abort") == 1)
         await stream.aclose()

@@ -51,6 +51,7 @@ class TokenRelay:
         """This stream has ended; no matter if it never rode."""
         if self._keys.pop(stream, None) is not None:
             self._ready.pop(stream, None)
+            stream.leave()
             self._arrived.set()
 
     def note(self, stream: TokenStream) -> None:

@@ -90,6 +90,8 @@ def test_tokens_of_a_step_are_one_item() -> None:
             asyncio.create_task(read_own(thread, relays, request, key))
             for key, request in enumerate(requests)
         ]
+        await eventually(lambda: len(relays._relays["reader"]._keys) == 8)
+        executor.let_through(2)
         await eventually(lambda: len(relays._relays["reader"]._ready) == 8)
         item = await anext(items)
         assert {run.key for run in item} == set(range(8))
@@ -98,7 +100,7 @@ def test_tokens_of_a_step_are_one_item() -> None:
         await asyncio.gather(*reads)
 
     executor = GatedExecutor(LIMITS)
-    executor.let_through(12)
+    executor.let_through(3)
     running(main, executor)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 MAX_LOGPROBS = 20
 """Most alternatives a request may ask for per token (OpenAI's bound for chat)."""
@@ -254,6 +254,39 @@ class TokenChunk:
     num_cached_tokens: int = 0
     timings: RequestTimings | None = None
     error: ErrorInfo | None = None
+    num_preceding: int = 0
+    """Output tokens of the request in chunks and runs before this one: where it belongs."""
+    replica: str = ""
+    """Which one serves the request; in its first chunk, where a relay may be opened."""
+
+
+class TokenRun(NamedTuple):
+    """Tokens of one request in an item of a relay; a NamedTuple, since one is pickled per token.
+
+    `key` is that of the request's Seat; `num_preceding` as in TokenChunk.
+    """
+
+    key: int
+    num_preceding: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+
+
+class Seat(NamedTuple):
+    """Where tokens of a request may travel instead of on its own stream: on the relay of this
+    reader, under a key that the reader gives out once.
+    """
+
+    reader: str
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRelay:
+    """Asks one replica for the stream that its requests of one reader share."""
+
+    reader: str
+    replica: str
 
 
 @dataclass(frozen=True, slots=True)

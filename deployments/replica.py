@@ -4,9 +4,9 @@ purpose.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
@@ -14,16 +14,21 @@ from prometheus_client.exposition import generate_latest
 from ray import serve
 
 from deployments.config import ServiceConfig
+from deployments.engine.token_relay import TokenRelays
 from deployments.protocol import (
     EngineStats,
     GenerateRequest,
     ModelCard,
+    OpenRelay,
     ReplicaMetrics,
+    Seat,
     TokenChunk,
+    TokenRun,
 )
 from deployments.replica_choice import ReplicaReport, count_tokens
 
 if TYPE_CHECKING:
+    from deployments.engine.token_stream import Usher
     from deployments.execution.model_executor import ModelExecutor
 
 
@@ -68,6 +73,7 @@ class EngineReplica:
             executor.limits.num_blocks - 1 if config.cache.enable_prefix_caching else 0
         )
         self._num_outstanding_tokens = 0
+        self._relays = TokenRelays()
 
     @staticmethod
     def load(config: ServiceConfig) -> ModelExecutor:
@@ -80,27 +86,46 @@ class EngineReplica:
 
         return ModelExecutor.load(config)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, request: GenerateRequest, seat: Seat | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Continue a prompt; a refusal is a chunk with an error. Closing or cancelling this aborts
-        the request.
+        the request. With a seat, tokens between the first chunk and the last one leave by its
+        reader's relay while that is open.
         """
         num_tokens = count_tokens(request)
         self._num_outstanding_tokens += num_tokens
         try:
-            async with aclosing(self._generate(request)) as chunks:
+            async with aclosing(self._generate(request, self._relays.usher(seat))) as chunks:
+                first = await anext(chunks)
+                yield first if first.finish_reason else replace(first, replica=self._name)
                 async for chunk in chunks:
                     yield chunk
         finally:
             self._num_outstanding_tokens -= num_tokens
 
-    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def _generate(
+        self, request: GenerateRequest, usher: Usher
+    ) -> AsyncGenerator[TokenChunk, None]:
         async with self._grammars.prepared(request) as refusal:
             if refusal is not None:
                 yield refusal
                 return
-            async with aclosing(self._thread.generate(request)) as chunks:
+            async with aclosing(self._thread.generate(request, usher)) as chunks:
                 async for chunk in chunks:
                     yield chunk
+
+    async def relay(self, opening: OpenRelay) -> AsyncGenerator[list[TokenRun], None]:
+        """The stream that the requests of one reader share, for as long as it reads; the first item
+        is empty.
+        """
+        async with aclosing(self._relays.carry(opening.reader)) as items:
+            async for item in items:
+                yield item
+
+    @property
+    def _name(self) -> str:
+        return str(serve.get_replica_context().replica_id.unique_id)
 
     async def model_card(self) -> ModelCard:
         """What this replica serves."""
@@ -122,7 +147,7 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, int]:
         """A ReplicaReport, as fields: Serve asks periodically and tells all who route."""
         report = ReplicaReport(self._num_outstanding_tokens, self._num_cacheable_blocks)
-        return dataclasses.asdict(report)
+        return asdict(report)
 
     async def check_health(self) -> None:
         """Serve calls this periodically and replaces the replica when it raises.

@@ -2,7 +2,8 @@
 
 Owns the translation: Serve's replicas and callbacks to `ReplicaChooser`, which decides. It runs in
 every process that holds a handle of the pool, on that handle's event loop, and each keeps a belief
-of its own. What is no generation (a model card, say) goes by Serve's own rule.
+of its own. What is no generation (a model card, say) goes by Serve's own rule; a relay goes to the
+replica it names.
 
     choose_replicas     the request counts at its first choice at once: of a burst, nobody else has
                         been sent anywhere yet
@@ -19,7 +20,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deployments.protocol import GenerateRequest
+from deployments.protocol import GenerateRequest, OpenRelay
 from deployments.replica_choice import ReplicaChooser, ReplicaReport
 
 UNACCEPTED_AFTER_S = 10.0
@@ -30,6 +31,12 @@ def generate_request_of(pending: PendingRequest | None) -> GenerateRequest | Non
     """The generation that a call asks for; None for any other call."""
     args = pending.args if pending is not None else ()
     return args[0] if args and isinstance(args[0], GenerateRequest) else None
+
+
+def replica_asked_by(pending: PendingRequest | None) -> str | None:
+    """The one replica that a call is meant for; None for a call that any may take."""
+    args = pending.args if pending is not None else ()
+    return args[0].replica if args and isinstance(args[0], OpenRelay) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,8 @@ class PrefixRouter(RequestRouter):
         if pending_request is not None:
             # Or Serve asks again at once, for ever, while all are full.
             pending_request.routing_context.should_backoff = True
+        if (only := replica_asked_by(pending_request)) is not None:
+            return [[r for r in candidate_replicas if r.replica_id.unique_id == only]]
         request = generate_request_of(pending_request)
         if request is None or pending_request is None:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]

@@ -28,6 +28,7 @@ from deployments.protocol import (
     GenerateRequest,
     ModelCard,
     ReplicaMetrics,
+    Seat,
     TokenChunk,
 )
 from serve_app.broadcast import ask_each
@@ -35,10 +36,12 @@ from serve_app.errors import BackendUnavailable
 from serve_app.metrics import PoolMetrics
 from serve_app.prompt_hashes import with_block_hashes
 from serve_app.quiet_log import QuietLog
+from serve_app.relay_reader import RelayCall, RelayReader
+from serve_app.token_mailbox import TokenMailbox, TokensLost
 
 logger = logging.getLogger(__name__)
 
-MAX_RETRIES = 2
+MAX_RETRIES = 1
 """Of a request whose replica died before it sent anything."""
 CONTROL_TIMEOUT_S = 5.0
 """For questions to all replicas (health, stats)."""
@@ -97,6 +100,11 @@ class RayPool:
         self._generate = handle.options(method_name="generate", stream=True, _by_reference=False)
         # By reference: a tokenizer's files exceed what one gRPC message may hold.
         self._card = handle.options(method_name="model_card", _by_reference=True)
+        relay = handle.options(method_name="relay", stream=True, _by_reference=False)
+        self._relays = RelayReader(lambda opening: cast(RelayCall, relay.remote(opening)))
+        # Serve's own router cannot be told which replica a call is for.
+        self._can_relay = config.pool.routing.policy == "prefix"
+        self._readings: set[asyncio.Future[None]] = set()
         self._log = QuietLog(logger)
         self._probed_s = -PROBE_S
         self._has_replica = True
@@ -128,7 +136,7 @@ class RayPool:
             yield self._refused(request, ErrorKind.OVERLOADED, "is full now; try again later")
         except (DeploymentUnavailableError, _NoReplica):
             yield self._refused(request, ErrorKind.UNAVAILABLE, "has no running replica now")
-        except RayActorError as error:
+        except (RayActorError, TokensLost) as error:
             yield self._lost(request, brief(error))
 
     def _lost(self, request: GenerateRequest, why: str) -> TokenChunk:
@@ -170,44 +178,55 @@ class RayPool:
             self._log.warning(f"request {request.request_id} goes to another replica: {reason}")
 
     async def _stream(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        # In a context of its own, so that Serve gives this call an id of its own. Within one HTTP
-        # request all calls would share one, by which its router tells calls apart: the second of
-        # two that are being routed would never be sent.
-        stream = contextvars.Context().run(self._generate.remote, request)
-        # A streaming handle returns a generator, which its type does not tell.
-        chunks = aiter(cast(DeploymentResponseGenerator[TokenChunk], stream))
-        is_done = False
+        mailbox = TokenMailbox(request.request_id)
+        seat = self._relays.sit(mailbox)
+        has_ended = False
         try:
-            yield await self._first(chunks)
-            async for chunk in chunks:
-                yield chunk
-            is_done = True
-        except StopAsyncIteration:
-            is_done = True
-        except (RayError, RayServeException):
-            # It ended by itself; and cancel() would raise the same error once more.
-            is_done = True
-            raise
+            # In a context of its own, so that Serve gives this call an id of its own. Within one
+            # HTTP request all calls would share one, by which its router tells calls apart: the
+            # second of two that are being routed would never be sent.
+            call = contextvars.Context().run(self._generate.remote, request, seat)
+            reading = asyncio.ensure_future(self._fill(mailbox, call, seat))
+            self._readings.add(reading)
+            reading.add_done_callback(self._readings.discard)
+            try:
+                await self._until_begun(mailbox)
+                async for chunk in mailbox:
+                    has_ended = chunk.finish_reason is not None
+                    yield chunk
+            finally:
+                # A call that has ended by itself would raise its error once more.
+                if not has_ended and not reading.done():
+                    reading.cancel()
+                    call.cancel()  # type: ignore[no-untyped-call]
         finally:
-            if not is_done:
-                stream.cancel()  # type: ignore[no-untyped-call]
+            self._relays.leave(seat)
 
-    async def _first(self, chunks: Any) -> TokenChunk:
-        """The first chunk, however long it takes while there is a replica that may send it."""
-        reading = asyncio.ensure_future(anext(chunks))
-        missing_since_s = None
+    async def _fill(self, mailbox: TokenMailbox, call: Any, seat: Seat) -> None:
+        """Read a call's stream to its end, which is after the last chunk."""
         try:
-            while not (await asyncio.wait({reading}, timeout=PROBE_S))[0]:
-                if await self._probe():
-                    missing_since_s = None
-                elif missing_since_s is None:
-                    missing_since_s = time.monotonic()
-                elif time.monotonic() - missing_since_s >= self._no_replica_timeout_s:
-                    raise _NoReplica
-            chunk: TokenChunk = reading.result()
-            return chunk
-        finally:
-            reading.cancel()
+            # A streaming handle returns a generator, which its type does not tell.
+            async for chunk in cast(DeploymentResponseGenerator[TokenChunk], call):
+                if chunk.replica and self._can_relay:
+                    self._relays.ride(seat, chunk.replica)
+                mailbox.put(chunk)
+        except Exception as error:
+            mailbox.fail(error)
+        else:
+            mailbox.end()
+
+    async def _until_begun(self, mailbox: TokenMailbox) -> None:
+        """Wait for the first chunk, however long it takes while there is a replica that may send
+        it.
+        """
+        missing_since_s = None
+        while not await mailbox.has_arrived(PROBE_S):
+            if await self._probe():
+                missing_since_s = None
+            elif missing_since_s is None:
+                missing_since_s = time.monotonic()
+            elif time.monotonic() - missing_since_s >= self._no_replica_timeout_s:
+                raise _NoReplica
 
     async def _probe(self) -> bool:
         """Whether a replica is running, asked once for all requests that wait."""

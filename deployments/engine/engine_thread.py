@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from deployments.engine.clock import Clock
 from deployments.engine.engine import Engine
 from deployments.engine.outputs import RequestOutput
-from deployments.engine.token_stream import TokenStream
+from deployments.engine.token_stream import NoUsher, TokenStream, Usher
 from deployments.protocol import (
     EngineStats,
     ErrorInfo,
@@ -107,23 +107,29 @@ class EngineThread:
         if self._thread.is_alive():
             raise TimeoutError(f"the engine thread did not end within {timeout_s} s")
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, request: GenerateRequest, usher: Usher | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         """The tokens of one request as they come; what piled up while the reader was away comes as
         one chunk.
 
         The last chunk has a finish_reason; a refusal or a failure is a last chunk with an error,
         never an exception. Closing the generator before that aborts the request and frees its
-        blocks.
+        blocks. An usher may have what lies between the first chunk and the last one leave by
+        another way.
         """
+        usher = usher or NoUsher()
         stream = self._open_stream(request)
         try:
             while True:
-                chunk = await stream.read(self._clock.now)
+                chunk = await stream.read()
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
+                usher.lead(stream)
         finally:
             self._close_stream(stream)
+            usher.part(stream)
 
     def stats(self) -> EngineStats:
         """The engine's state after its last step or command."""
@@ -148,12 +154,11 @@ class EngineThread:
         return any(not stream.has_ended for stream in self._streams.values())
 
     def _open_stream(self, request: GenerateRequest) -> TokenStream:
-        stream = TokenStream(request.request_id, self._clock.now())
+        stream = TokenStream(request.request_id)
         self._loop = asyncio.get_running_loop()
         if request.request_id in self._streams:
-            stream.put(
-                _refusal(request, RequestRefused.invalid("request_id", "request id is in use").info)
-            )
+            error = RequestRefused.invalid("request_id", "request id is in use").info
+            stream.put(_refusal(request, error), self._clock.now())
             return stream
         if not self._has_work:
             self._last_progress_s = self._clock.now()
@@ -163,7 +168,7 @@ class EngineThread:
         # it.
         if self._failure is not None:
             error = ErrorInfo(ErrorKind.UNAVAILABLE, f"this replica has stopped: {self._failure}")
-            stream.put(_refusal(request, error))
+            stream.put(_refusal(request, error), self._clock.now())
         return stream
 
     def _close_stream(self, stream: TokenStream) -> None:
@@ -181,7 +186,7 @@ class EngineThread:
             stream = self._streams.get(output.request_id)
             if stream is None or stream.has_ended:
                 continue
-            stream.put(output)
+            stream.put(output, now)
             if stream.is_closed and stream.has_ended:
                 del self._streams[output.request_id]
             elif stream.is_abandoned(now, self._unread_after_s):

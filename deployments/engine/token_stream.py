@@ -1,14 +1,47 @@
 """What waits for the reader of one request: its tokens pile up here until it looks. Belongs to one
 event loop.
+
+The reader takes them itself (`read`), or they leave by a relay that it shares with others
+(`token_relay`); the end is always left for the reader.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Protocol
 
 from deployments.engine.outputs import RequestOutput
-from deployments.protocol import TokenChunk, TokenLogprobs
+from deployments.protocol import TokenChunk, TokenLogprobs, TokenRun
+
+
+class Relay(Protocol):
+    """A way for tokens to leave that is not the stream's own reader."""
+
+    def note(self, stream: TokenStream) -> None:
+        """This stream has tokens to take."""
+        ...
+
+
+class Usher(Protocol):
+    """Decides how the tokens of a stream leave, for the one who reads it."""
+
+    def lead(self, stream: TokenStream) -> None:
+        """The reader is about to wait for more than the first chunk."""
+        ...
+
+    def part(self, stream: TokenStream) -> None:
+        """The reader has left."""
+        ...
+
+
+class NoUsher:
+    """All tokens leave by the reader. See Usher."""
+
+    def lead(self, stream: TokenStream) -> None:
+        """See Usher."""
+
+    def part(self, stream: TokenStream) -> None:
+        """See Usher."""
 
 
 class TokenStream:
@@ -16,10 +49,9 @@ class TokenStream:
 
     Args:
         request_id: whose tokens these are.
-        now: seconds on the engine's clock.
     """
 
-    def __init__(self, request_id: str, now: float) -> None:
+    def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.is_closed = False
         """Whether its reader has left for good."""
@@ -28,9 +60,10 @@ class TokenStream:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._last: RequestOutput | None = None
         self._num_cached_tokens = 0
+        self._num_taken = 0
         self._arrived = asyncio.Event()
-        self._is_awaited = False
-        self._last_read_s = now
+        self._relay: Relay | None = None
+        self._unread_since_s: float | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -38,10 +71,11 @@ class TokenStream:
         return self._last is not None
 
     def is_abandoned(self, now: float, limit_s: float) -> bool:
-        """Whether nobody has read or awaited it for `limit_s` seconds."""
-        return not self._is_awaited and not self.is_closed and now - self._last_read_s > limit_s
+        """Whether what is in it has waited for more than `limit_s` seconds."""
+        since_s = self._unread_since_s
+        return since_s is not None and not self.is_closed and now - since_s > limit_s
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: RequestOutput, now: float) -> None:
         """Add what a step produced."""
         if output.token_id is not None:
             self._token_ids.append(output.token_id)
@@ -50,31 +84,59 @@ class TokenStream:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = output.prompt_logprobs
         self._num_cached_tokens = output.num_cached_tokens
+        if self._unread_since_s is None:
+            self._unread_since_s = now
         if output.finish_reason is not None:
             self._last = output
-        self._arrived.set()
+            self._arrived.set()
+        elif self._relay is not None:
+            self._relay.note(self)
+        else:
+            self._arrived.set()
 
-    async def read(self, now: Callable[[], float]) -> TokenChunk:
+    def board(self, relay: Relay) -> None:
+        """From now on tokens leave by `relay`; `read` waits for the end, or for `leave`."""
+        self._relay = relay
+        if self._token_ids and not self.has_ended:
+            self._arrived.clear()
+            relay.note(self)
+
+    def leave(self) -> None:
+        """From now on `read` gives all there is again."""
+        self._relay = None
+        if self._token_ids:
+            self._arrived.set()
+
+    async def read(self) -> TokenChunk:
         """Wait until something is there, then take all of it as one chunk."""
-        self._is_awaited = True
-        try:
-            await self._arrived.wait()
-        finally:
-            self._is_awaited = False
+        await self._arrived.wait()
         self._arrived.clear()
-        self._last_read_s = now()
-        token_ids, self._token_ids = self._token_ids, []
-        logprobs, self._logprobs = self._logprobs, []
+        num_preceding, token_ids, logprobs = self._take()
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         last = self._last
         return TokenChunk(
             request_id=self.request_id,
             token_ids=token_ids,
-            logprobs=logprobs or None,
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=None if last is None else last.finish_reason,
             stop_token_id=None if last is None else last.stop_token_id,
             num_cached_tokens=self._num_cached_tokens,
             timings=None if last is None else last.timings,
             error=None if last is None else last.error,
+            num_preceding=num_preceding,
         )
+
+    def take_run(self, key: int) -> TokenRun | None:
+        """All tokens there are, for a relay; None if they have left otherwise meanwhile."""
+        if not self._token_ids or self.is_closed:
+            return None
+        return TokenRun(key, *self._take())
+
+    def _take(self) -> tuple[int, list[int], list[TokenLogprobs] | None]:
+        num_preceding = self._num_taken
+        token_ids, self._token_ids = self._token_ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        self._num_taken += len(token_ids)
+        self._unread_since_s = None
+        return num_preceding, token_ids, logprobs or None

@@ -59,9 +59,10 @@ RULES = (
     Rule("deployments.replica_choice", ("deployments.protocol",), NONE_OUTSIDE),
     Rule("deployments.engine.clock", CORE, NONE_OUTSIDE, ("asyncio", "threading")),
     Rule("deployments.engine.engine_thread", CORE, NONE_OUTSIDE, ("time",)),
-    # The mailbox between that thread and its readers: it waits on the event loop, and has no
+    # What stands between that thread and its readers: it waits on the event loop, and has no
     # thread.
     Rule("deployments.engine.token_stream", CORE, NONE_OUTSIDE, ("time", "threading")),
+    Rule("deployments.engine.token_relay", CORE, NONE_OUTSIDE, ("time", "threading")),
     Rule("deployments.engine*", CORE, NONE_OUTSIDE, ("asyncio", "time", "threading")),
     Rule(
         "deployments.execution*",

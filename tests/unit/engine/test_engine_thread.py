@@ -6,7 +6,16 @@ import asyncio
 
 import pytest
 from doubles import PagedFakeExecutor, ScriptedExecutor, make_limits, make_request, oracle_tokens
-from thread_tools import GatedExecutor, all_free, answered, eventually, read_all, running, tokens_of
+from thread_tools import (
+    GatedExecutor,
+    all_free,
+    answered,
+    eventually,
+    has_unread,
+    read_all,
+    running,
+    tokens_of,
+)
 
 from deployments.engine.clock import VirtualClock
 from deployments.engine.engine_thread import EngineThread
@@ -213,6 +222,7 @@ def test_a_reader_that_vanished_is_aborted() -> None:
     async def main(thread: EngineThread) -> None:
         stream = thread.generate(make_request(4, max_tokens=5000))
         await anext(stream)
+        await eventually(lambda: has_unread(thread))
         clock.advance(301.0)
         await eventually(lambda: thread.stats().num_finished.get("abort") == 1)
         await stream.aclose()

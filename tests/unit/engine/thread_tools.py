@@ -121,3 +121,8 @@ def all_free(thread: EngineThread) -> bool:
 async def answered(thread: EngineThread, request: GenerateRequest) -> None:
     """Wait until all of an answer lies with its reader, read or not."""
     await eventually(lambda: thread._streams[request.request_id].has_ended)
+
+
+def has_unread(thread: EngineThread) -> bool:
+    """Whether tokens lie with a reader that has not looked."""
+    return any(stream._unread_since_s is not None for stream in thread._streams.values())

@@ -1,0 +1,124 @@
+"""The relays that this process reads: one stream from each replica that serves requests of it.
+
+Owns when a relay is opened, and to whom its tokens go. A replica whose relay cannot be opened costs
+nothing but speed: its requests' own streams carry everything.
+
+    a request's first chunk names its replica   -> open a relay there, unless there is one
+    the relay ends by itself                    -> all that was on it has been read
+    it fails                                    -> what was on it may be lost, and is missed if so
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from deployments.protocol import OpenRelay, Seat, TokenRun
+from serve_app.token_mailbox import TokenMailbox
+
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+BROKEN_S = 30.0
+"""A replica whose relay failed gets no other for so long: longer than a chunk can be on its way
+that was sent while the relay was there."""
+
+
+class RelayCall(Protocol):
+    """A running call of a replica's `relay`."""
+
+    def __aiter__(self) -> AsyncIterator[list[TokenRun]]: ...
+
+    def cancel(self) -> None:
+        """End it."""
+        ...
+
+
+class _Relay:
+    """One relay: the requests whose replica it is, and the task that reads it."""
+
+    def __init__(self) -> None:
+        self.riders: dict[int, TokenMailbox] = {}
+        self.reading: asyncio.Future[None] | None = None
+        self.broken_s: float | None = None
+
+    def lose(self) -> None:
+        self.broken_s = time.monotonic()
+        for mailbox in self.riders.values():
+            mailbox.lose_relay()
+
+
+class RelayReader:
+    """All relays of one pool.
+
+    Args:
+        open_relay: calls a replica's `relay`.
+    """
+
+    def __init__(self, open_relay: Callable[[OpenRelay], RelayCall]) -> None:
+        self._open_relay = open_relay
+        self._reader = uuid.uuid4().hex
+        self._last_key = 0
+        self._mailboxes: dict[int, TokenMailbox] = {}
+        """Of all seats: tokens may overtake the chunk that names the replica."""
+        self._relays: dict[str, _Relay] = {}
+
+    def sit(self, mailbox: TokenMailbox) -> Seat:
+        """A seat for one call of a replica, whose tokens go to this mailbox until `leave`."""
+        self._last_key += 1
+        self._mailboxes[self._last_key] = mailbox
+        return Seat(self._reader, self._last_key)
+
+    def ride(self, seat: Seat, replica: str) -> None:
+        """The call of this seat goes on at this replica: have a relay there."""
+        relay = self._relays.get(replica)
+        if relay is None or _is_mended(relay):
+            relay = self._relays[replica] = _Relay()
+            relay.reading = asyncio.ensure_future(self._read(replica, relay))
+        mailbox = self._mailboxes[seat.key]
+        if relay.broken_s is None:
+            relay.riders[seat.key] = mailbox
+        else:
+            mailbox.lose_relay()
+
+    def leave(self, seat: Seat) -> None:
+        """The call of this seat has ended."""
+        del self._mailboxes[seat.key]
+        for relay in self._relays.values():
+            relay.riders.pop(seat.key, None)
+
+    async def _read(self, replica: str, relay: _Relay) -> None:
+        # In a context of its own: see RayPool.
+        opening = OpenRelay(self._reader, replica)
+        call = contextvars.Context().run(self._open_relay, opening)
+        try:
+            items = aiter(call)
+            await asyncio.wait_for(anext(items), OPEN_TIMEOUT_S)
+            async for runs in items:
+                self._deliver(runs)
+        except Exception as error:
+            # It costs speed alone: what the end of a replica means, its requests' own streams tell.
+            logger.info("the relay of replica %s failed: %r", replica, error)
+            relay.lose()
+            call.cancel()
+        except asyncio.CancelledError:
+            relay.lose()
+            call.cancel()
+            raise
+        else:
+            del self._relays[replica]
+
+    def _deliver(self, runs: list[TokenRun]) -> None:
+        for run in runs:
+            mailbox = self._mailboxes.get(run.key)
+            if mailbox is not None:
+                mailbox.put_run(run)
+
+
+def _is_mended(relay: _Relay) -> bool:
+    return relay.broken_s is not None and time.monotonic() - relay.broken_s > BROKEN_S

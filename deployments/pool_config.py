@@ -76,6 +76,11 @@ class PoolConfig(Section):
     """
     graceful_shutdown_timeout_s: float = Field(default=120.0, ge=0.0)
     """How long running requests may go on after a replica was told to stop."""
+    stream_interval_s: float = Field(default=0.0, ge=0.0, le=10.0)
+    """Least time between two events of a stream, its first and its last one aside; tokens that come
+    meanwhile travel together, which saves CPU where many streams are read at once. 0: each step's
+    tokens leave at once.
+    """
     no_replica_timeout_s: float = Field(default=30.0, gt=0.0)
     """How long a request waits while its pool has no running replica; then it is refused."""
 

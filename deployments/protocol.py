@@ -125,11 +125,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def in_range(param: str, low: float, high: float) -> None:
             value = getattr(self, param)
-            _require(
-                _is_number(value) and low <= value <= high,
-                param,
-                f"must be a number between {low:g} and {high:g}, got {value!r}",
-            )
+            if not (_is_number(value) and low <= value <= high):
+                message = f"{param} must be a number between {low:g} and {high:g}, got {value!r}"
+                raise RequestRefused.invalid(param, message)
 
         _require(
             _is_integer(self.max_tokens) and self.max_tokens >= 1,

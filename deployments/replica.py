@@ -73,7 +73,7 @@ class EngineReplica:
             executor.limits.num_blocks - 1 if config.cache.enable_prefix_caching else 0
         )
         self._num_outstanding_tokens = 0
-        self._relays = TokenRelays()
+        self._relays = TokenRelays(config.pool.stream_interval_s)
 
     @staticmethod
     def load(config: ServiceConfig) -> ModelExecutor:

@@ -6,11 +6,12 @@ middle chunks). `answer_models` says the same as a schema; tests hold one agains
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import orjson
 
 from deployments.protocol import TokenLogprobs
 from serve_app.choices import Answer, ChoiceDelta, Usage
@@ -250,11 +251,7 @@ def _chat_row(names: TokenNames, token: TokenText) -> Json:
 
 
 def _event(data: Json) -> bytes:
-    return (
-        b"data: "
-        + json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-        + b"\n\n"
-    )
+    return b"data: " + orjson.dumps(data) + b"\n\n"
 
 
 async def events(

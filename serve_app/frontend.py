@@ -12,8 +12,9 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 
+import orjson
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from deployments.config import ServiceConfig
 from deployments.protocol import RequestRefused
@@ -165,7 +166,7 @@ class Frontend:
                 _raise_error(whole[0])
                 body = shape.whole(head, whole, answer.usage)
                 await answer.aclose()
-                return JSONResponse(body)
+                return Response(orjson.dumps(body), media_type="application/json")
             # Awaited before the response starts, so that a refusal is a real HTTP status in a
             # stream, too.
             first = await until_disconnect(request, anext(answer))

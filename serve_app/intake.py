@@ -23,6 +23,7 @@ from serve_app.api_models import (
 from serve_app.chat_models import ChatCompletionRequest
 from serve_app.chunker import Chunker
 from serve_app.detokenizer import IncrementalDetokenizer
+from serve_app.off_loop import run_sized
 from serve_app.prompts import PromptRules, ReadPrompt, read_prompt
 from serve_app.served_model import ServedModel
 from serve_app.streaming import TextRules
@@ -109,8 +110,9 @@ class Intake:
             is_echoed=bool(body.echo),
             has_logprobs=body.has_prompt_logprobs,
         )
-        prompts = await asyncio.to_thread(
-            lambda: [read_prompt(self._model, prompt, rules) for prompt in body.prompts]
+        prompts = await run_sized(
+            sum(len(prompt) for prompt in body.prompts),
+            lambda: [read_prompt(self._model, prompt, rules) for prompt in body.prompts],
         )
         params = self._params(body, DEFAULT_COMPLETION_TOKENS)
         requests = [

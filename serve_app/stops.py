@@ -30,6 +30,8 @@ class StopMatcher:
 
     def push(self, text: str) -> str:
         """The text that is now certain to be part of the answer."""
+        if not self._stops:
+            return text
         if self.has_matched:
             return ""
         text = self._held + text

@@ -89,9 +89,14 @@ class TokenRelay:
 
 
 class TokenRelays:
-    """The relays of a replica, by reader."""
+    """The relays of a replica, by reader.
 
-    def __init__(self) -> None:
+    Args:
+        interval_s: least time between two items of a relay; meanwhile tokens pile up.
+    """
+
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._interval_s = interval_s
         self._relays: dict[str, TokenRelay] = {}
 
     async def carry(self, reader: str) -> AsyncGenerator[list[TokenRun], None]:
@@ -107,6 +112,8 @@ class TokenRelays:
             yield []
             while runs := await relay.take():
                 yield runs
+                if self._interval_s:
+                    await asyncio.sleep(self._interval_s)
         finally:
             if self._relays.get(reader) is relay:
                 del self._relays[reader]

@@ -188,3 +188,19 @@ def test_a_second_relay_of_a_reader_replaces_the_first() -> None:
     executor = GatedExecutor(LIMITS)
     executor.let_through(1)
     running(main, executor)
+
+
+def test_with_an_interval_tokens_pile_up_and_the_end_does_not_wait() -> None:
+    """Streams cost an event per token where nobody wants them so often; or their end is late."""
+    request = make_request(5, max_tokens=60)
+
+    async def main(thread: EngineThread) -> None:
+        relays, runs = TokenRelays(interval_s=3600.0), list[TokenRun]()
+        relaying = asyncio.create_task(read_relay(relays, "reader", runs))
+        chunks = await read_own(thread, relays, request, 1)
+        assert len(runs) <= 1
+        assert joined(chunks, runs) == oracle_tokens(request, LIMITS)[0]
+        relaying.cancel()
+        await asyncio.gather(relaying, return_exceptions=True)
+
+    running(main, PagedFakeExecutor(LIMITS))

@@ -1,0 +1,21 @@
+"""Where work on a client's text is done: here if it is short, in a thread if it could hold up the
+event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+MAX_INLINE_CHARS = 1024
+"""Tokenizing so much takes about as long as a thread takes to be asked and to answer."""
+
+
+async def run_sized(num_chars: int, work: Callable[[], T]) -> T:
+    """What `work` returns, which takes time in proportion to `num_chars`."""
+    if num_chars <= MAX_INLINE_CHARS:
+        return work()
+    return await asyncio.to_thread(work)

@@ -53,15 +53,20 @@ class BenchSettings:
     window_s: float
     num_connections: int
     num_streams: int
+    stream_interval_s: float
 
 
 # --- the service ----------------------------------------------------------------------------------
 
 
-def _service_config(port: int) -> Json:
+def _service_config(port: int, stream_interval_s: float) -> Json:
     args = {
         "scheduler": {"max_num_seqs": 256},
-        "pool": {"num_cpus": 0, "graceful_shutdown_timeout_s": 5},
+        "pool": {
+            "num_cpus": 0,
+            "graceful_shutdown_timeout_s": 5,
+            "stream_interval_s": stream_interval_s,
+        },
         "ingress": {"num_cpus": 0},
     }
     names = {"ours": ("/", "build_app"), "bare": ("/bare", "build_bare")}
@@ -88,7 +93,7 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _running(port: int) -> Iterator[psutil.Process]:
+def _running(port: int, stream_interval_s: float = 0.0) -> Iterator[psutil.Process]:
     """Both applications, ready to be asked; ended with the block.
 
     Raises:
@@ -96,7 +101,7 @@ def _running(port: int) -> Iterator[psutil.Process]:
     """
     with tempfile.TemporaryDirectory(prefix="chunkserve-bench-") as folder:
         config, log = Path(folder, "serve.yaml"), Path(folder, "log")
-        config.write_text(yaml.safe_dump(_service_config(port)))
+        config.write_text(yaml.safe_dump(_service_config(port, stream_interval_s)))
         command = [sys.executable, "-m", "loadtest.stub_app", str(config)]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -274,7 +279,7 @@ def run_bench(settings: BenchSettings) -> Json:
     """
     port = _free_port()
     addresses = {name: Address("127.0.0.1", port, path) for name, path in APPS.items()}
-    with _running(port) as root:
+    with _running(port, settings.stream_interval_s) as root:
         meter = Meter(root)
         requests = _measure_requests(meter, addresses, settings)
         streams: dict[str, list[Json]] = {name: [] for name in addresses}
@@ -290,6 +295,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each window")
     parser.add_argument("--connections", type=int, default=16, help="that ask at once")
     parser.add_argument("--streams", type=int, default=64, help="that are read at once")
+    parser.add_argument(
+        "--stream-interval", type=float, default=0.0, help="ours: pool.stream_interval_s"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -299,6 +307,7 @@ def main(arguments: argparse.Namespace) -> int:
         window_s=arguments.seconds,
         num_connections=arguments.connections,
         num_streams=arguments.streams,
+        stream_interval_s=arguments.stream_interval,
     )
     print(json.dumps(run_bench(settings), indent=2))
     return 0

@@ -64,7 +64,7 @@ class TokenMailbox:
         self._check_gap()
 
     def end(self) -> None:
-        """The own stream has ended."""
+        """The own stream has ended; what the relay still owes is waited for."""
         self._has_ended = True
         self._arrived.set()
 
@@ -96,7 +96,7 @@ class TokenMailbox:
         while not self._ready:
             if self._failure is not None:
                 raise self._failure
-            if self._has_ended:
+            if self._has_ended and not self._early:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()

@@ -75,6 +75,24 @@ def test_what_piled_up_is_one_chunk_with_all_it_says() -> None:
     assert (whole.prompt_logprobs, whole.num_cached_tokens, whole.replica) == ([None], 5, "r")
 
 
+def test_the_end_of_the_own_stream_waits_for_the_relay() -> None:
+    """Under load the own stream is through while tokens are still on the relay: the answer breaks
+    off although nothing is lost."""
+
+    async def scenario() -> list[int]:
+        mailbox = TokenMailbox("a")
+        mailbox.put(chunk(0, 1))
+        mailbox.put(chunk(3, 1, FinishReason.STOP))
+        mailbox.end()
+        tokens = (await anext(mailbox)).token_ids
+        rest = asyncio.ensure_future(anext(mailbox))
+        await asyncio.sleep(0)
+        mailbox.put_run(run(1, 2))
+        return tokens + (await rest).token_ids
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10.0)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("is_lost_first", [True, False])
 def test_a_gap_that_nothing_can_fill_is_an_error(is_lost_first: bool) -> None:
     """Tokens that were on a relay that broke are waited for, for ever, or left out unseen."""

@@ -86,14 +86,15 @@ def _service_config(port: int, stream_interval_s: float) -> Json:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @contextmanager
-def _running(port: int, stream_interval_s: float = 0.0) -> Iterator[psutil.Process]:
+def running(port: int, stream_interval_s: float = 0.0) -> Iterator[psutil.Process]:
     """Both applications, ready to be asked; ended with the block.
 
     Raises:
@@ -277,9 +278,9 @@ def run_bench(settings: BenchSettings) -> Json:
     Raises:
         RuntimeError: they did not come up, or refused a request.
     """
-    port = _free_port()
+    port = free_port()
     addresses = {name: Address("127.0.0.1", port, path) for name, path in APPS.items()}
-    with _running(port, settings.stream_interval_s) as root:
+    with running(port, settings.stream_interval_s) as root:
         meter = Meter(root)
         requests = _measure_requests(meter, addresses, settings)
         streams: dict[str, list[Json]] = {name: [] for name in addresses}

@@ -21,11 +21,12 @@ class Address:
     port: int
     path: str
 
-    def post(self, body: Mapping[str, Any]) -> bytes:
+    def post(self, body: Mapping[str, Any], keep_alive: bool = True) -> bytes:
         """The bytes of a request."""
         content = json.dumps(body).encode()
         head = (
             f"POST {self.path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
+            f"Connection: {'keep-alive' if keep_alive else 'close'}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content

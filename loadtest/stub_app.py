@@ -30,10 +30,12 @@ from ray.serve import Application
 from deployments.builder import build_engines
 from deployments.config import ServiceConfig
 from deployments.engine.outputs import ModelLimits, ModelOutput, SchedulerOutput
+from deployments.engine.request import Request as EngineRequest
 from deployments.execution.grammar import NoGrammars
 from deployments.execution.model_source import read_tokenizer_files, resolve_model_dir
 from deployments.protocol import ModelCard
 from deployments.replica import EngineReplica
+from loadtest.words import WORDS
 from serve_app.app import compose
 from serve_app.launch import LocalService
 from serve_app.tokenization import Tokenizer
@@ -50,7 +52,7 @@ _LIMITS = ModelLimits(
 
 
 class StubExecutor:
-    """Samples " time" for everybody.
+    """Says WORDS in turns to everybody.
 
     Args:
         config: names the model whose tokenizer is used.
@@ -58,7 +60,9 @@ class StubExecutor:
 
     def __init__(self, config: ServiceConfig) -> None:
         files = read_tokenizer_files(resolve_model_dir(config.model))
-        self._token_id = Tokenizer.from_files(files).encode(" time", add_special_tokens=False)[0]
+        tokenizer = Tokenizer.from_files(files)
+        words = [tokenizer.encode(word, add_special_tokens=False) for word in WORDS]
+        self._token_ids = [token_id for (token_id,) in words]
         self._name = config.model.name
         self._files = files
         self._last_s = 0.0
@@ -73,8 +77,12 @@ class StubExecutor:
         if output.num_prefill_tokens == 0:
             time.sleep(max(0.0, self._last_s + STEP_S - time.monotonic()))
             self._last_s = time.monotonic()
-        sampling = (row.request.request_id for row in output.scheduled if row.samples_token)
-        return ModelOutput(dict.fromkeys(sampling, self._token_id))
+        requests = (row.request for row in output.scheduled if row.samples_token)
+        return ModelOutput({each.request_id: self._next_token_id(each) for each in requests})
+
+    def _next_token_id(self, request: EngineRequest) -> int:
+        num_said = request.num_tokens - request.num_prompt_tokens
+        return self._token_ids[num_said % len(WORDS)]
 
     def model_card(self) -> ModelCard:
         """Of the stub, with the tokenizer of the configured model."""

@@ -222,13 +222,18 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
-    from loadtest import bench_serve
+    from loadtest import bench_serve, bench_soak
 
     served = kinds.add_parser(
         "serve", help="the HTTP service without a model, beside a bare Serve application"
     )
     bench_serve.add_arguments(served)
     served.set_defaults(run=bench_serve.main)
+    soak = kinds.add_parser(
+        "soak", help="many streams, a third of whose clients leave: is anything lost or kept?"
+    )
+    bench_soak.add_arguments(soak)
+    soak.set_defaults(run=bench_soak.main)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:

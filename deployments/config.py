@@ -149,6 +149,8 @@ class IngressConfig(Section):
     adaptive_chunk_size: bool = False
     """Ask for chunks of 256 tokens while the prompts seen are short, of 512 while they are long;
     never above scheduler.chunk_size."""
+    slow_reader_timeout_s: float = Field(default=60.0, gt=0.0)
+    """A client that takes nothing of its stream for so long is cut off, and its request ended."""
     default_priority: int = Field(default=0, ge=0, lt=2**31)
     """Of requests that name neither a priority nor a service tier of another one."""
 

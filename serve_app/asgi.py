@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ClientDisconnected
+from serve_app.slow_reader import SlowReaderGuard
 
 logger = logging.getLogger(__name__)
 
@@ -79,21 +80,26 @@ class EventStream(StreamingResponse):
         events: encoded events.
         source: what is behind them; closed too, since a generator that never started closes
             nothing.
+        slow_reader_timeout_s: a client that takes nothing for so long is cut off.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: Closable) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], source: Closable, slow_reader_timeout_s: float
+    ) -> None:
         # X-Accel-Buffering: a proxy that collects events before it passes them on defeats the
         # stream.
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._source = source
+        self._slow_reader_timeout_s = slow_reader_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events."""
         try:
-            await super().__call__(scope, _deaf_as_gone(receive), send)
+            with SlowReaderGuard(self._slow_reader_timeout_s) as guard:
+                await super().__call__(scope, _deaf_as_gone(receive), guard.watch(send))
         finally:
             await self._events.aclose()
             await self._source.aclose()

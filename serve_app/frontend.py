@@ -61,6 +61,7 @@ class Frontend:
         self._gate = gate
         self.started_at = int(time.time())
         self._default_priority = config.ingress.default_priority
+        self._slow_reader_timeout_s = config.ingress.slow_reader_timeout_s
         sizes = chunk_sizes(config.scheduler, config.ingress.adaptive_chunk_size)
         self._chunker = Chunker(config.scheduler, sizes)
         self._model: ServedModel | None = None
@@ -171,7 +172,9 @@ class Frontend:
             # stream, too.
             first = await until_disconnect(request, anext(answer))
             _raise_error(first.delta)
-            return EventStream(events(shape, head, first, answer), answer)
+            return EventStream(
+                events(shape, head, first, answer), answer, self._slow_reader_timeout_s
+            )
         except BaseException:
             await answer.aclose()
             raise

@@ -5,28 +5,22 @@ service on a real Serve, over replicas without a model.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 from conftest import Service, command, free_port, started, wait_until
+from stub_load import LIMIT_S, NUM_CLIENTS, Tally, load_until
 from stub_tools import BATCH, BROKEN, CHAT, is_idle, replica_stats, stub_config, stub_modules
 
 pytestmark = pytest.mark.serve
 
-NUM_TOKENS = 40
-NUM_CLIENTS = 24
 LOAD_S = 16.0
-LIMIT_S = 40.0
-"""Longer than a replica takes to be replaced and a request to be served then."""
 
 
 @pytest.fixture(scope="module")
@@ -53,78 +47,14 @@ def title_of(process: psutil.Process) -> str:
         return ""
 
 
-@dataclass
-class Tally:
-    """How the requests of a load ended."""
-
-    texts: dict[int, set[str]] = field(default_factory=dict)
-    ends: Counter[str] = field(default_factory=Counter)
-    num_sent: int = 0
-    longest_s: float = 0.0
-
-    def note(self, end: str) -> None:
-        self.ends[end] += 1
-
-
-async def ask(client: httpx.AsyncClient, number: int, tally: Tally) -> None:
-    """One request, streamed or not; notes how it ended."""
-    prompt = [1 + number % 7] * 30 + [1 + number % 11] * 10
-    key = number % 77
-    body = {
-        "prompt": prompt,
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "priority": CHAT,
-        "stream": number % 2 == 0,
-    }
-    tally.num_sent += 1
-    began_s = time.monotonic()
-    try:
-        end, text = await read_answer(client, body)
-        if text is not None:
-            tally.texts.setdefault(key, set()).add(text)
-        tally.note(end)
-    except httpx.TimeoutException:
-        tally.note("silence")
-    except httpx.HTTPError as error:
-        tally.note(f"connection lost: {type(error).__name__}")
-    tally.longest_s = max(tally.longest_s, time.monotonic() - began_s)
-
-
-async def read_answer(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[str, str | None]:
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        raw = (await answer.aread()).decode()
-    if answer.status_code != 200:
-        return f"status {answer.status_code}", None
-    if not body["stream"]:
-        choice = json.loads(raw)["choices"][0]
-        return f"text, {choice['finish_reason']}", choice["text"]
-    events = [line.removeprefix("data: ") for line in raw.splitlines() if line.startswith("data:")]
-    parsed = [json.loads(event) for event in events if event != "[DONE]"]
-    if any("error" in event for event in parsed):
-        return "error event", None
-    choices = [choice for event in parsed for choice in event["choices"]]
-    return f"text, {choices[-1]['finish_reason']}", "".join(choice["text"] for choice in choices)
-
-
 async def load_and_kill(service: Service, victims: list[str]) -> Tally:
-    tally = Tally()
-    ends_s = time.monotonic() + LOAD_S
-
-    async def client_loop(first: int) -> None:
-        async with httpx.AsyncClient(base_url=service.url, timeout=LIMIT_S) as client:
-            number = first
-            while time.monotonic() < ends_s:
-                await ask(client, number, tally)
-                number += NUM_CLIENTS
-
     async def kill_loop() -> None:
         for victim in victims:
             await asyncio.sleep(LOAD_S / (len(victims) + 1))
             os.kill(replica_pids(service, victim)[0], signal.SIGKILL)
 
-    await asyncio.gather(*(client_loop(first) for first in range(NUM_CLIENTS)), kill_loop())
+    load = load_until(service, time.monotonic() + LOAD_S)
+    tally, _ = await asyncio.gather(load, kill_loop())
     return tally
 
 

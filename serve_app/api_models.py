@@ -168,6 +168,11 @@ class GenerationRequest(ApiModel):
         return self.max_tokens
 
     @property
+    def wants_prompt_alone(self) -> bool:
+        """Whether the answer is the echoed prompt, and nothing is added to it."""
+        return False
+
+    @property
     def has_prompt_logprobs(self) -> bool:
         """Whether the prompt's own tokens come with logprobs."""
         return False
@@ -227,6 +232,9 @@ class GenerationRequest(ApiModel):
         asked["max_tokens"] = (
             default_max_tokens if self.asked_max_tokens is None else self.asked_max_tokens
         )
+        if self.wants_prompt_alone:
+            # An engine request ends with a token; this one's is left out of the answer.
+            asked["max_tokens"] = 1
         try:
             return SamplingParams(**asked)
         except RequestRefused as refused:
@@ -323,6 +331,11 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """See GenerationRequest."""
         return self.logprobs
+
+    @property
+    def wants_prompt_alone(self) -> bool:
+        """See GenerationRequest."""
+        return bool(self.echo) and self.max_tokens == 0
 
     @property
     def has_prompt_logprobs(self) -> bool:

@@ -18,7 +18,13 @@ from serve_app.api_base import REFUSED, ApiModel, Int64, Refusals
 from serve_app.api_models import GenerationRequest
 from serve_app.chat_template import ChatOptions, ChatTemplate
 from serve_app.grammar_fields import schema_grammar
-from serve_app.tool_calls import JsonToolCalls, NamedToolCall, TaggedToolCalls, ToolCallParser
+from serve_app.tool_calls import (
+    FirstCallAlone,
+    JsonToolCalls,
+    NamedToolCall,
+    TaggedToolCalls,
+    ToolCallParser,
+)
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -253,6 +259,10 @@ class ChatCompletionRequest(GenerationRequest):
         """A fresh reader of one answer's tool calls; None if there can be none."""
         if not self._offered_tools:
             return None
+        parser = self._parser_of_all(template)
+        return FirstCallAlone(parser) if self.parallel_tool_calls is False else parser
+
+    def _parser_of_all(self, template: ChatTemplate) -> ToolCallParser:
         if self._chosen_function is not None:
             return NamedToolCall(self._chosen_function)
         if template.tells_tool_call_tags and self.tool_choice != "required":

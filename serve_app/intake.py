@@ -170,6 +170,7 @@ class Intake:
             stop_texts=self._stop_texts(body),
             min_tokens=params.min_tokens,
             echo=prompt.echo,
+            is_prompt_alone=body.wants_prompt_alone,
         )
         request = GenerateRequest(
             request_id="",

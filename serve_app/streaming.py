@@ -97,6 +97,7 @@ class TextRules:
         stop_texts: stop strings that are tokens of their own, by token id; the engine stops there.
         min_tokens: so many tokens are out before a stop string is looked for.
         echo: the prompt, if the answer repeats it.
+        is_prompt_alone: the answer is the echo, and what the engine adds to it is left out.
     """
 
     stops: tuple[str, ...] = ()
@@ -104,6 +105,7 @@ class TextRules:
     stop_texts: Mapping[int, str] = field(default_factory=dict)
     min_tokens: int = 0
     echo: PromptEcho | None = None
+    is_prompt_alone: bool = False
 
 
 class TextStream:
@@ -159,6 +161,8 @@ class TextStream:
     def _read(self, chunk: TokenChunk) -> TextDelta:
         self._num_cached = max(self._num_cached, chunk.num_cached_tokens)
         echoed = self._read_echo(chunk)
+        if self._rules.is_prompt_alone and chunk.error is None:
+            return self._delta(echoed, FinishReason.LENGTH)
         text = echoed + "".join(self._push(chunk, index) for index in range(len(chunk.token_ids)))
         if self._matcher.has_matched:
             return self._delta(text, FinishReason.STOP)

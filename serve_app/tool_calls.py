@@ -186,3 +186,28 @@ class NamedToolCall:
         if not isinstance(_loads(text), dict):
             return ParsedText(text)
         return ParsedText("", (ToolCall(0, self._name, text),))
+
+
+class FirstCallAlone:
+    """What another parser reads, but for the calls after the first: the client takes one at a time.
+
+    Args:
+        parser: reads the answer.
+    """
+
+    def __init__(self, parser: ToolCallParser) -> None:
+        self._parser = parser
+        self._has_called = False
+
+    def push(self, text: str) -> ParsedText:
+        """See ToolCallParser."""
+        return self._limited(self._parser.push(text))
+
+    def flush(self) -> ParsedText:
+        """See ToolCallParser."""
+        return self._limited(self._parser.flush())
+
+    def _limited(self, parsed: ParsedText) -> ParsedText:
+        calls = () if self._has_called else parsed.calls[:1]
+        self._has_called = self._has_called or bool(calls)
+        return ParsedText(parsed.text, calls)

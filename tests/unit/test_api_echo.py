@@ -80,6 +80,37 @@ def test_logprobs_cover_the_prompt_and_the_output(prompt: Any) -> None:
     assert {key: [value for part in parts for value in part[key]] for key in rows} == rows
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_is_scored(stream: bool) -> None:
+    """max_tokens 0 with echo, by which evaluations score a text, is refused, or adds a token of the
+    model's to the text or the usage."""
+    backend = ScriptedBackend(output_of("a"))
+    body = {"prompt": "客 hello", "echo": True, "logprobs": 1, "max_tokens": 0}
+    ids = TOKENIZER.encode("客 hello")
+    if stream:
+        *events, _ = post_stream(
+            backend, COMPLETIONS, stream_options={"include_usage": True}, **body
+        )
+        choices = [event["choices"][0] for event in events if event["choices"]]
+        text = "".join(choice["text"] for choice in choices)
+        tokens = [name for choice in choices for name in choice["logprobs"]["tokens"]]
+        end, usage = choices[-1]["finish_reason"], events[-1]["usage"]
+    else:
+        answer = post(backend, COMPLETIONS, **body)
+        (choice,) = answer["choices"]
+        text, tokens = choice["text"], choice["logprobs"]["tokens"]
+        end, usage = choice["finish_reason"], answer["usage"]
+    assert (text, end) == ("客 hello", "length")
+    assert tokens == [TOKENIZER.token_name(token_id) for token_id in ids]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(ids), 0)
+
+
+def test_no_tokens_without_echo_are_refused() -> None:
+    """A request for nothing is answered with nothing."""
+    backend = ScriptedBackend(output_of("a"))
+    error_of(client_of(backend).post(COMPLETIONS, json={"prompt": "a", "max_tokens": 0}), 400)
+
+
 def test_without_echo_no_prompt_logprobs_are_asked_for() -> None:
     """Every request with logprobs pays for logits of its whole prompt."""
     for body in ({"logprobs": 1}, {"echo": True}):

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from serve_app.tool_calls import (
+    FirstCallAlone,
     JsonToolCalls,
     NamedToolCall,
     TaggedToolCalls,
@@ -89,3 +90,16 @@ def test_the_chosen_function_gets_the_whole_answer() -> None:
     """The arguments of a function the client chose come as text, or broken JSON as arguments."""
     assert read(NamedToolCall("weather"), ['{"city":', ' "東京"}']) == ("", [WEATHER])
     assert read(NamedToolCall("weather"), ['{"city":']) == ('{"city":', [])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_client_that_takes_one_call_gets_the_first(size: int) -> None:
+    """parallel_tool_calls false is ignored: a client that runs one tool a turn gets two."""
+    call = '<tool_call>{"name": "f", "arguments": {"x": %d}}</tool_call>'
+    text = "so " + call % 1 + call % 2
+    parser = FirstCallAlone(TaggedToolCalls({"f"}))
+    parts = [parser.push(text[at : at + size]) for at in range(0, len(text), size)]
+    parts.append(parser.flush())
+    assert "".join(part.text for part in parts) == "so"
+    (found,) = [each for part in parts for each in part.calls]
+    assert json.loads(found.arguments) == {"x": 1}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import yaml
 from conftest import REPOSITORY, Service
 
@@ -76,3 +77,18 @@ def is_idle(service: Service) -> bool:
         r["num_running"] == r["num_waiting"] == 0 and r["num_free_blocks"] == r["num_blocks"]
         for r in replicas
     )
+
+
+def replica_pids(service: Service, deployment: str) -> list[int]:
+    """The processes of a deployment's replicas."""
+    name = f"ray::ServeReplica:chunkserve:{deployment}"
+    below = psutil.Process(service.process.pid).children(recursive=True)
+    return [child.pid for child in below if title_of(child).startswith(name)]
+
+
+def title_of(process: psutil.Process) -> str:
+    """Its command line; nothing for one that has just ended."""
+    try:
+        return "".join(process.cmdline())
+    except psutil.Error:
+        return ""

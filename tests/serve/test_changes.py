@@ -17,7 +17,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY, Service, command, free_port, started, wait_until
 from stub_load import Tally, load_until
-from stub_tools import CHAT, replica_stats, stub_config, stub_modules
+from stub_tools import CHAT, replica_pids, replica_stats, stub_config, stub_modules
 
 pytestmark = pytest.mark.serve
 
@@ -118,14 +118,17 @@ def test_a_new_version_costs_no_request(stub: Service, config: Path) -> None:
     """B67: while replicas and ingresses are replaced by those of a new version, requests fail."""
     data = yaml.safe_load(config.read_text())["applications"][0]
     data["args"]["scheduler"]["chunk_size"] = 32
+    before = {*replica_pids(stub, "engine-chat"), *replica_pids(stub, "ingress")}
     tallies: list[Tally] = []
     ends_s = time.monotonic() + LOAD_S
     loading = threading.Thread(target=lambda: tallies.append(asyncio.run(load_until(stub, ends_s))))
     loading.start()
     deploy(stub, config, data)
     loading.join(LOAD_S + 120)
+    after = {*replica_pids(stub, "engine-chat"), *replica_pids(stub, "ingress")}
     (tally,) = tallies
     print(tally.ends, f"longest {tally.longest_s:.1f} s")
+    assert before and after and not before & after, "nothing was replaced"
     assert tally.num_sent > 50
     assert set(tally.ends) == {"text, length"}
     assert all(len(texts) == 1 for texts in tally.texts.values())

@@ -12,11 +12,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from conftest import Service, command, free_port, started, wait_until
 from stub_load import LIMIT_S, NUM_CLIENTS, Tally, load_until
-from stub_tools import BATCH, BROKEN, CHAT, is_idle, replica_stats, stub_config, stub_modules
+from stub_tools import (
+    BATCH,
+    BROKEN,
+    CHAT,
+    is_idle,
+    replica_pids,
+    replica_stats,
+    stub_config,
+    stub_modules,
+)
 
 pytestmark = pytest.mark.serve
 
@@ -31,20 +39,6 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with stub_modules(), started([command("serve"), "run", str(config)], port, folder) as service:
         wait_until(lambda: len(replica_stats(service)) == 3, 60, "both pools are up")
         yield service
-
-
-def replica_pids(service: Service, deployment: str) -> list[int]:
-    name = f"ray::ServeReplica:chunkserve:{deployment}"
-    below = psutil.Process(service.process.pid).children(recursive=True)
-    return [child.pid for child in below if title_of(child).startswith(name)]
-
-
-def title_of(process: psutil.Process) -> str:
-    """Its command line; nothing for one that has just ended."""
-    try:
-        return "".join(process.cmdline())
-    except psutil.Error:
-        return ""
 
 
 async def load_and_kill(service: Service, victims: list[str]) -> Tally:

@@ -222,7 +222,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
-    from loadtest import bench_serve, bench_soak
+    from loadtest import bench_serve, bench_soak, bench_stall
 
     served = kinds.add_parser(
         "serve", help="the HTTP service without a model, beside a bare Serve application"
@@ -234,6 +234,9 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     bench_soak.add_arguments(soak)
     soak.set_defaults(run=bench_soak.main)
+    stall = kinds.add_parser("stall", help="what huge prompts do to the streams beside them")
+    bench_stall.add_arguments(stall)
+    stall.set_defaults(run=bench_stall.main)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:

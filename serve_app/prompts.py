@@ -52,11 +52,15 @@ def read_prompt(
         RequestRefused: it is empty, too long or has ids the model lacks; names `param`.
     """
     encoded: EncodedText | None = None
-    if isinstance(prompt, str):
+    if not isinstance(prompt, str):
+        all_ids = list(prompt)
+    elif rules.is_echoed:
         encoded = model.tokenizer.encode_with_offsets(prompt, rules.adds_special_tokens)
         all_ids = encoded.token_ids
     else:
-        all_ids = list(prompt)
+        # A hundred thousand offsets are a hundred thousand objects, made under the interpreter's
+        # lock.
+        all_ids = model.tokenizer.encode(prompt, rules.adds_special_tokens)
     ids = all_ids if rules.num_kept is None else all_ids[-rules.num_kept :]
     model.check_prompt(ids, param)
     plain = IncrementalDetokenizer(model.tokenizer, ids, rules.skips_special_tokens)

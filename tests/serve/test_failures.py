@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import Service, command, free_port, started, wait_until
+from prometheus_client.parser import text_string_to_metric_families
 from stub_load import LIMIT_S, NUM_CLIENTS, Tally, load_until
 from stub_tools import (
     BATCH,
@@ -94,3 +95,48 @@ def test_a_prompt_goes_where_its_prefix_is_cached(stub: Service) -> None:
     after = sum(replica["num_cached_tokens"] for replica in replica_stats(stub))
     # Each of the two ingresses has to learn by itself where the prefix is.
     assert after - before >= 40 * (len(turns) - 2)
+
+
+def gauge_values(page: str, name: str) -> dict[str, float]:
+    """By replica; fails if the page is not what Prometheus reads."""
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    assert name in families, f"no {name} on the page"
+    return {sample.labels["replica"]: sample.value for sample in families[name].samples}
+
+
+async def leave_all(service: Service, num_streams: int) -> None:
+    """Begin streams, and close all of them at once when they run."""
+    body = {"prompt": [7] * 8, "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=service.url, timeout=LIMIT_S) as client:
+
+        async def begin(number: int) -> None:
+            more = {"priority": number % 2, "prompt": [number + 1] * 8}
+            async with client.stream("POST", "/v1/completions", json=body | more) as answer:
+                async for _ in answer.aiter_lines():
+                    pass
+
+        tasks = [asyncio.create_task(begin(number)) for number in range(num_streams)]
+        await asyncio.to_thread(
+            wait_until,
+            lambda: sum(each["num_running"] for each in replica_stats(service)) == num_streams,
+            LIMIT_S,
+            "all streams run",
+        )
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_one_page_holds_every_replica_and_falls_to_zero(stub: Service) -> None:
+    """B70, B59: /metrics shows the replica it happened to ask; or after all clients left at once
+    its gauges stay where they were, and nobody sends work there again."""
+    wait_until(lambda: len(replica_stats(stub)) == 3, 60, "all replicas are up")
+    asyncio.run(leave_all(stub, 30))
+
+    def is_at_rest() -> bool:
+        page = httpx.get(f"{stub.url}/metrics", timeout=LIMIT_S).text
+        running = gauge_values(page, "chunkserve_num_requests_running")
+        waiting = gauge_values(page, "chunkserve_num_requests_waiting")
+        return len(running) == len(waiting) == 3 and not any((*running.values(), *waiting.values()))
+
+    wait_until(is_at_rest, 10, "three replicas on the page, and nothing runs or waits")

@@ -40,15 +40,26 @@ class RelayCall(Protocol):
 
 
 class _Relay:
-    """One relay: the requests whose replica it is, and the task that reads it."""
+    """The relay of one replica: the requests that are there, and the task that reads it, if any."""
 
     def __init__(self) -> None:
         self.riders: dict[int, TokenMailbox] = {}
         self.reading: asyncio.Future[None] | None = None
         self.broken_s: float | None = None
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether it failed so lately that none is opened again."""
+        return self.broken_s is not None and time.monotonic() - self.broken_s <= BROKEN_S
+
+    def find(self) -> None:
+        """It is being opened."""
+        for mailbox in self.riders.values():
+            mailbox.find_relay()
+
     def lose(self) -> None:
-        self.broken_s = time.monotonic()
+        """Nothing more comes by it."""
+        self.reading = None
         for mailbox in self.riders.values():
             mailbox.lose_relay()
 
@@ -75,50 +86,48 @@ class RelayReader:
         return Seat(self._reader, self._last_key)
 
     def ride(self, seat: Seat, replica: str) -> None:
-        """The call of this seat goes on at this replica: have a relay there."""
-        relay = self._relays.get(replica)
-        if relay is None or _is_mended(relay):
-            relay = self._relays[replica] = _Relay()
+        """The call of this seat goes on at this replica: have a relay there. Tell it before the
+        chunk that names the replica is put.
+        """
+        relay = self._relays.setdefault(replica, _Relay())
+        relay.riders[seat.key] = self._mailboxes[seat.key]
+        if relay.is_broken:
+            return
+        if relay.reading is None:
+            relay.broken_s = None
             relay.reading = asyncio.ensure_future(self._read(replica, relay))
-        mailbox = self._mailboxes[seat.key]
-        if relay.broken_s is None:
-            relay.riders[seat.key] = mailbox
-        else:
-            mailbox.lose_relay()
+        relay.find()
 
     def leave(self, seat: Seat) -> None:
         """The call of this seat has ended."""
         del self._mailboxes[seat.key]
-        for relay in self._relays.values():
+        for replica, relay in list(self._relays.items()):
             relay.riders.pop(seat.key, None)
+            if relay.reading is None and not relay.riders and not relay.is_broken:
+                del self._relays[replica]
 
     async def _read(self, replica: str, relay: _Relay) -> None:
         # In a context of its own: see RayPool.
         opening = OpenRelay(self._reader, replica)
         call = contextvars.Context().run(self._open_relay, opening)
+        has_ended = False
         try:
             items = aiter(call)
             await asyncio.wait_for(anext(items), OPEN_TIMEOUT_S)
             async for runs in items:
                 self._deliver(runs)
+            has_ended = True
         except Exception as error:
             # It costs speed alone: what the end of a replica means, its requests' own streams tell.
             logger.info("the relay of replica %s failed: %r", replica, error)
+            relay.broken_s = time.monotonic()
+        finally:
             relay.lose()
-            call.cancel()
-        except asyncio.CancelledError:
-            relay.lose()
-            call.cancel()
-            raise
-        else:
-            del self._relays[replica]
+            if not has_ended:
+                call.cancel()
 
     def _deliver(self, runs: list[TokenRun]) -> None:
         for run in runs:
             mailbox = self._mailboxes.get(run.key)
             if mailbox is not None:
                 mailbox.put_run(run)
-
-
-def _is_mended(relay: _Relay) -> bool:
-    return relay.broken_s is not None and time.monotonic() - relay.broken_s > BROKEN_S

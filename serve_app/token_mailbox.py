@@ -39,33 +39,33 @@ class TokenMailbox:
         """Behind a gap; in order."""
         self._num_tokens = 0
         self._has_ended = False
-        self._can_fill = True
+        self._has_relay = False
         self._failure: BaseException | None = None
         self._arrived = asyncio.Event()
 
     def put(self, chunk: TokenChunk) -> None:
         """A part by the own stream."""
-        if chunk.num_preceding == self._num_tokens:
-            self._accept(chunk)
-        elif chunk.num_preceding < self._num_tokens:
-            self.fail(TokensLost(f"token {chunk.num_preceding} arrived twice"))
-        else:
-            insort(self._early, chunk, key=_place)
-            self._check_gap()
+        self._add(chunk)
+        self._check_gap()
 
     def put_run(self, run: TokenRun) -> None:
-        """A part by the relay."""
+        """A part by the relay; it may come before the first one of the own stream."""
         _, num_preceding, token_ids, logprobs = run
-        self.put(TokenChunk(self._request_id, token_ids, logprobs, num_preceding=num_preceding))
+        self._add(TokenChunk(self._request_id, token_ids, logprobs, num_preceding=num_preceding))
+
+    def find_relay(self) -> None:
+        """From now on tokens may come by a relay: a gap may be filled."""
+        self._has_relay = True
 
     def lose_relay(self) -> None:
         """Nothing more comes by the relay: a gap stays one."""
-        self._can_fill = False
+        self._has_relay = False
         self._check_gap()
 
     def end(self) -> None:
         """The own stream has ended; what the relay still owes is waited for."""
         self._has_ended = True
+        self._check_gap()
         self._arrived.set()
 
     def fail(self, error: BaseException) -> None:
@@ -103,15 +103,23 @@ class TokenMailbox:
         ready, self._ready = self._ready, []
         return ready[0] if len(ready) == 1 else _joined(ready)
 
+    def _add(self, chunk: TokenChunk) -> None:
+        if chunk.num_preceding == self._num_tokens:
+            self._accept(chunk)
+        elif chunk.num_preceding < self._num_tokens:
+            self.fail(TokensLost(f"token {chunk.num_preceding} arrived twice"))
+        else:
+            insort(self._early, chunk, key=_place)
+
     def _accept(self, chunk: TokenChunk) -> None:
         self._ready.append(chunk)
         self._num_tokens += len(chunk.token_ids)
         while self._early and self._early[0].num_preceding <= self._num_tokens:
-            self.put(self._early.pop(0))
+            self._add(self._early.pop(0))
         self._arrived.set()
 
     def _check_gap(self) -> None:
-        if self._early and not self._can_fill:
+        if self._early and not self._has_relay:
             missing = range(self._num_tokens, self._early[0].num_preceding)
             self.fail(TokensLost(f"tokens {missing.start} to {missing.stop - 1} never arrived"))
 

@@ -316,7 +316,7 @@ def test_only_a_pool_that_can_choose_by_prefix_hashes_prompts() -> None:
     prompt = replace(REQUEST, prompt_token_ids=tuple(range(33)))
 
     def hashes_sent(**settings: Any) -> int:
-        handle = FakeHandle([END])
+        handle = FakeHandle([ANSWER])
 
         async def scenario() -> None:
             _ = [chunk async for chunk in make_pool(handle, **settings).generate(prompt)]

@@ -70,8 +70,8 @@ def test_requests_of_one_replica_share_a_relay() -> None:
         boxes = [TokenMailbox(name) for name in "ab"]
         seats = [reader.sit(box) for box in boxes]
         for box, seat in zip(boxes, seats, strict=True):
-            box.put(FIRST)
             reader.ride(seat, "r")
+            box.put(FIRST)
         await settled()
         assert [opening.replica for opening in relays.openings] == ["r"]
         assert relays.openings[0].reader == seats[0].reader == seats[1].reader
@@ -96,6 +96,7 @@ def test_tokens_that_overtake_the_first_chunk_are_kept() -> None:
         seat = reader.sit(box)
         relays.queues[0].put_nowait([TokenRun(seat.key, 1, [1, 2], None)])
         await settled()
+        reader.ride(seat, "r")
         box.put(FIRST)
         box.put(LAST)
         box.end()
@@ -112,8 +113,8 @@ def test_a_relay_that_breaks_fails_only_those_who_miss_tokens() -> None:
         robbed, whole = TokenMailbox("a"), TokenMailbox("b")
         for box in (robbed, whole):
             seat = reader.sit(box)
-            box.put(FIRST)
             reader.ride(seat, "r")
+            box.put(FIRST)
         await settled()
         relays.queues[0].put_nowait(ConnectionError("reset"))
         await settled()
@@ -140,8 +141,8 @@ def test_a_first_chunk_that_comes_after_the_break_is_told() -> None:
         await settled()
         relays.queues[0].put_nowait(ConnectionError("reset"))
         await settled()
-        box.put(FIRST)
         reader.ride(seat, "r")
+        box.put(FIRST)
         box.put(LAST)
         assert (await anext(box)).token_ids == [0]
         with pytest.raises(TokensLost):
@@ -176,8 +177,8 @@ def test_tokens_of_a_request_that_left_are_dropped() -> None:
         seat, other = reader.sit(TokenMailbox("a")), TokenMailbox("b")
         reader.ride(seat, "r")
         staying = reader.sit(other)
-        other.put(FIRST)
         reader.ride(staying, "r")
+        other.put(FIRST)
         await settled()
         reader.leave(seat)
         relays.queues[0].put_nowait([TokenRun(seat.key, 1, [9], None)])
@@ -186,5 +187,27 @@ def test_tokens_of_a_request_that_left_are_dropped() -> None:
         other.put(LAST)
         other.end()
         assert await tokens_of(other) == [0, 1, 2, 3]
+
+    scenario(main)
+
+
+def test_a_request_goes_on_to_the_next_relay() -> None:
+    """A request that was there when a relay ended takes the tokens of the next one for lost."""
+
+    async def main(relays: FakeRelays, reader: RelayReader) -> None:
+        box = TokenMailbox("a")
+        seat = reader.sit(box)
+        reader.ride(seat, "r")
+        box.put(FIRST)
+        await settled()
+        relays.queues[0].put_nowait(None)
+        await settled()
+        reader.ride(reader.sit(TokenMailbox("b")), "r")
+        await settled()
+        box.put(LAST)
+        relays.queues[1].put_nowait([TokenRun(seat.key, 1, [1, 2], None)])
+        await settled()
+        box.end()
+        assert await tokens_of(box) == [0, 1, 2, 3]
 
     scenario(main)

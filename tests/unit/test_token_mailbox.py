@@ -21,6 +21,12 @@ def run(first: int, count: int) -> TokenRun:
     return TokenRun(1, first, list(range(first, first + count)), None)
 
 
+def riding() -> TokenMailbox:
+    mailbox = TokenMailbox("a")
+    mailbox.find_relay()
+    return mailbox
+
+
 def read(mailbox: TokenMailbox) -> list[TokenChunk]:
     async def all_of() -> list[TokenChunk]:
         return [part async for part in mailbox]
@@ -35,7 +41,7 @@ def tokens_of(chunks: list[TokenChunk]) -> list[int]:
 @pytest.mark.parametrize("seed", range(30))
 def test_any_order_of_arrival_reads_the_same(seed: int) -> None:
     """The end overtakes tokens, which are lost or come after it."""
-    mailbox, shuffle = TokenMailbox("a"), random.Random(seed)
+    mailbox, shuffle = riding(), random.Random(seed)
     cuts = sorted(shuffle.sample(range(1, 60), 8))
     spans = list(zip([0, *cuts], [*cuts, 60], strict=True))
     parts: list[TokenChunk | TokenRun] = [run(a, b - a) for a, b in spans[1:-1]]
@@ -51,7 +57,7 @@ def test_any_order_of_arrival_reads_the_same(seed: int) -> None:
 
 def test_an_end_without_tokens_waits_for_the_tokens_before_it() -> None:
     """An answer seems complete while its last tokens are still on their way."""
-    mailbox = TokenMailbox("a")
+    mailbox = riding()
     mailbox.put(chunk(0, 1))
     mailbox.put(chunk(3, 0, FinishReason.STOP))
     mailbox.put_run(run(1, 2))
@@ -80,7 +86,7 @@ def test_the_end_of_the_own_stream_waits_for_the_relay() -> None:
     off although nothing is lost."""
 
     async def scenario() -> list[int]:
-        mailbox = TokenMailbox("a")
+        mailbox = riding()
         mailbox.put(chunk(0, 1))
         mailbox.put(chunk(3, 1, FinishReason.STOP))
         mailbox.end()
@@ -96,7 +102,7 @@ def test_the_end_of_the_own_stream_waits_for_the_relay() -> None:
 @pytest.mark.parametrize("is_lost_first", [True, False])
 def test_a_gap_that_nothing_can_fill_is_an_error(is_lost_first: bool) -> None:
     """Tokens that were on a relay that broke are waited for, for ever, or left out unseen."""
-    mailbox = TokenMailbox("a")
+    mailbox = riding()
     mailbox.put(chunk(0, 2))
     if is_lost_first:
         mailbox.lose_relay()
@@ -107,9 +113,22 @@ def test_a_gap_that_nothing_can_fill_is_an_error(is_lost_first: bool) -> None:
         read(mailbox)
 
 
+@pytest.mark.parametrize("has_run", [True, False])
+def test_a_gap_without_a_relay_is_an_error(has_run: bool) -> None:
+    """An answer whose first tokens never came is waited for, for ever."""
+    mailbox = TokenMailbox("a")
+    if has_run:
+        mailbox.put_run(run(1, 2))
+    else:
+        mailbox.put(chunk(1, 0, FinishReason.STOP))
+    mailbox.end()
+    with pytest.raises(TokensLost, match="0 to 0"):
+        read(mailbox)
+
+
 def test_a_lost_relay_without_a_gap_is_no_matter() -> None:
     """An answer that lost nothing fails with the relay."""
-    mailbox = TokenMailbox("a")
+    mailbox = riding()
     mailbox.put(chunk(0, 2))
     mailbox.lose_relay()
     mailbox.put(chunk(2, 1, FinishReason.STOP))

@@ -53,8 +53,10 @@ def deploy(service: Service, config: Path, application: dict[str, Any]) -> None:
     data["applications"][0].update(application)
     changed = config.with_name("changed.yaml")
     changed.write_text(yaml.safe_dump(data))
-    found = re.search(r"dashboard at\W*\s(http://)?([\d.:]+)", service.log.read_text())
-    address = f"http://{found[2]}" if found else "http://127.0.0.1:8265"
+    # Other clusters may run beside this one, so its own address must be used.
+    found = re.search(r"dashboard at.*?(http://[\d.:]+)", service.log.read_text())
+    assert found, "the service does not tell where its dashboard is"
+    address = found[1]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     subprocess.run(
         [command("serve"), "deploy", str(changed), "--address", address],

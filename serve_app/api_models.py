@@ -55,7 +55,7 @@ class GenerationRequest(ApiModel):
     top_k: Int64 | None = None
     min_p: float | None = None
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     presence_penalty: float | None = None
@@ -65,9 +65,9 @@ class GenerationRequest(ApiModel):
     ignore_eos: bool | None = None
     max_tokens: Int64 | None = None
     min_tokens: Int64 | None = None
-    stop_token_ids: Annotated[list[Int64], Field(max_length=api_base.MAX_STOP_TOKEN_IDS)] | None = (
-        None
-    )
+    stop_token_ids: (
+        Annotated[list[Int64], Field(max_length=api_base.MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=api_base.MAX_CHOICES_EACH)] | None = None
@@ -115,11 +115,17 @@ class GenerationRequest(ApiModel):
             raise ValueError("must be at least 1, or -1 to fit the model's context")
         return kept
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, bias: object) -> object:
+        # Before each of them is looked at: an error for every bad one of a huge map takes seconds.
+        if isinstance(bias, dict) and len(bias) > api_base.MAX_LOGIT_BIASES:
+            raise ValueError(f"may hold at most {api_base.MAX_LOGIT_BIASES} tokens")
+        return bias
+
     @field_validator("logit_bias")
     @classmethod
     def _keys_are_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
-        if len(bias or ()) > api_base.MAX_LOGIT_BIASES:
-            raise ValueError(f"may hold at most {api_base.MAX_LOGIT_BIASES} tokens")
         for key in bias or {}:
             if not (key.isascii() and key.isdigit() and len(key) < 19):
                 raise ValueError(f"keys must be token ids, got {key[:40]!r}")

@@ -66,9 +66,9 @@ class ChatMessage(ApiModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @field_validator("content", mode="before")
@@ -143,8 +143,8 @@ class NamedToolChoice(ApiModel):
 class Conversation(ApiModel):
     """Messages and how they are rendered."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: Annotated[list[Tool], Field(max_length=api_base.MAX_TOOLS)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[Tool], Field(max_length=api_base.MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -179,11 +179,11 @@ def check_opens_or_continues(opens: bool | None, continues: bool | None) -> None
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions. Without a bound, the answer may fill the model's context."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], Field(max_length=api_base.MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=api_base.MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None

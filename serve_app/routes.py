@@ -29,6 +29,7 @@ from serve_app.chat_models import ChatCompletionRequest
 from serve_app.chunker import ChunkResponse
 from serve_app.errors import from_validation
 from serve_app.frontend import Frontend
+from serve_app.off_loop import run_sized
 from serve_app.openapi import document, faults, streamed, takes
 from serve_app.served_model import ServedModel
 from serve_app.text_models import (
@@ -41,6 +42,9 @@ from serve_app.text_models import (
 
 Body = TypeVar("Body", bound=ApiModel)
 
+MAX_PARSED_INLINE = 64 * 1024
+"""Bytes of a body: a larger one takes long enough for the streams beside it to notice."""
+
 
 async def parse(request: Request, kind: type[Body]) -> Body:
     """The body of a request, whatever its Content-Type: curl's default is wrong for JSON.
@@ -48,8 +52,11 @@ async def parse(request: Request, kind: type[Body]) -> Body:
     Raises:
         ApiError: 400, naming the field and what to change.
     """
+    content = await request.body()
     try:
-        return kind.model_validate_json(await request.body())
+        return await run_sized(
+            len(content), lambda: kind.model_validate_json(content), MAX_PARSED_INLINE
+        )
     except ValidationError as error:
         raise from_validation(error.errors()) from error
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, model_validator
 
 from deployments.protocol import RequestRefused
+from serve_app import api_base
 from serve_app.api_base import ApiModel
 from serve_app.api_models import TokenIds
 from serve_app.chat_models import ChatMessage, Conversation, Tool
@@ -23,10 +24,10 @@ class TokenizeRequest(ApiModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(max_length=api_base.MAX_TOOLS, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,17 +75,19 @@ async def read_answer(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[
     return f"text, {choices[-1]['finish_reason']}", "".join(choice["text"] for choice in choices)
 
 
-async def ask_until(service: Service, ends_s: float, first: int, tally: Tally) -> None:
-    """One client: asks again and again until `ends_s`, each time something else."""
+async def ask_until(
+    service: Service, is_over: Callable[[], bool], first: int, tally: Tally
+) -> None:
+    """One client: asks again and again until it is over, each time something else."""
     async with httpx.AsyncClient(base_url=service.url, timeout=LIMIT_S) as client:
         number = first
-        while time.monotonic() < ends_s:
+        while not is_over():
             await ask(client, number, tally)
             number += NUM_CLIENTS
 
 
-async def load_until(service: Service, ends_s: float) -> Tally:
+async def load_until(service: Service, is_over: Callable[[], bool]) -> Tally:
     """How the requests of NUM_CLIENTS clients ended."""
     tally = Tally()
-    await asyncio.gather(*(ask_until(service, ends_s, n, tally) for n in range(NUM_CLIENTS)))
+    await asyncio.gather(*(ask_until(service, is_over, n, tally) for n in range(NUM_CLIENTS)))
     return tally

@@ -48,7 +48,8 @@ async def load_and_kill(service: Service, victims: list[str]) -> Tally:
             await asyncio.sleep(LOAD_S / (len(victims) + 1))
             os.kill(replica_pids(service, victim)[0], signal.SIGKILL)
 
-    load = load_until(service, time.monotonic() + LOAD_S)
+    ends_s = time.monotonic() + LOAD_S
+    load = load_until(service, lambda: time.monotonic() >= ends_s)
     tally, _ = await asyncio.gather(load, kill_loop())
     return tally
 

@@ -6,7 +6,6 @@ Owns types and which fields need which. What the fields of all generating routes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -18,6 +17,7 @@ from serve_app.api_base import REFUSED, ApiModel, Int64, Refusals
 from serve_app.api_models import GenerationRequest
 from serve_app.chat_template import ChatOptions, ChatTemplate
 from serve_app.grammar_fields import schema_grammar
+from serve_app.strict_json import read_json
 from serve_app.tool_calls import (
     FirstCallAlone,
     JsonToolCalls,
@@ -45,8 +45,8 @@ class CalledFunction(ApiModel):
     def for_template(self) -> dict[str, Any]:
         """With the arguments as an object, which is what templates write out."""
         try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError) as error:
+            arguments = read_json(self.arguments or "{}")
+        except ValueError as error:
             message = "messages hold a tool call whose arguments are not valid JSON"
             raise RequestRefused.invalid("messages", message) from error
         return {"name": self.name, "arguments": arguments}

@@ -18,7 +18,7 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 
 Schema = dict[str, Any] | str
 """A JSON schema, as an object or as its JSON text."""
-Choices = Annotated[list[str], Field(min_length=1)]
+Choices = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 class JsonSchema(ApiModel):

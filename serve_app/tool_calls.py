@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from serve_app.stops import begun_length
+from serve_app.strict_json import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +48,21 @@ class ToolCallParser(Protocol):
 
 def _call_of(index: int, data: Any, names: Collection[str]) -> ToolCall | None:
     """The call that parsed JSON stands for; None if it is none of the tools'."""
-    if not isinstance(data, dict) or data.get("name") not in names:
+    if not isinstance(data, dict):
+        return None
+    name = data.get("name")
+    if not isinstance(name, str) or name not in names:
         return None
     arguments = data.get("arguments", data.get("parameters", {}))
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(index, data["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(index, name, json.dumps(arguments, ensure_ascii=False))
 
 
 def _loads(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return read_json(text)
+    except ValueError:
         return None
 
 

@@ -36,6 +36,8 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
         (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}),
         (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 100}),
         (CompletionRequest, {"prompt": ["a", *[1] * 1000]}),
+        (CompletionRequest, {"prompt": "a", "guided_choice": [1] * MANY}),
+        (CompletionRequest, {"prompt": "a", "structured_outputs": {"choice": [1] * MANY}}),
         (CompletionRequest, {"prompt": "a", "logit_bias": {str(n): "a" for n in range(MANY)}}),
     ],
 )

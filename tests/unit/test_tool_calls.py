@@ -103,3 +103,26 @@ def test_a_client_that_takes_one_call_gets_the_first(size: int) -> None:
     assert "".join(part.text for part in parts) == "so"
     (found,) = [each for part in parts for each in part.calls]
     assert json.loads(found.arguments) == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "f", "arguments": {"c": "\\ud800"}}',
+        '{"name": "f", "arguments": {"\\ud800": 1}}',
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": 1e400}}',
+        '{"name": ["f"], "arguments": {}}',
+        '{"name": {"f": 1}, "arguments": {}}',
+        '{"name": "f", "arguments": ' + '{"a":' * 900 + "1" + "}" * 900 + "}",
+    ],
+)
+@pytest.mark.parametrize("is_tagged", [True, False])
+def test_a_call_that_is_no_json_is_text(call: str, is_tagged: bool) -> None:
+    """B32: what a model wrote cannot be sent as JSON: a 500 after the whole generation, or a stream
+    that breaks off without an error."""
+    text = f"<tool_call>{call}</tool_call>" if is_tagged else call
+    parser = TaggedToolCalls({"f"}) if is_tagged else JsonToolCalls({"f"})
+    parts = [parser.push(text), parser.flush()]
+    assert "".join(part.text for part in parts) == text
+    assert not any(part.calls for part in parts)

@@ -262,7 +262,7 @@ def test_a_service_tier_is_a_priority(fields: dict[str, Any], default: int, want
 
 @pytest.mark.parametrize("arguments", ['{"c":"\\ud800"}', "[" * 900 + "]" * 900, '{"x":NaN}', "{"])
 def test_arguments_of_an_earlier_call_that_are_no_json_are_refused(arguments: str) -> None:
-    """B19: half a surrogate pair, or deep nesting, in a conversation's earlier tool call is a 500."""
+    """B19: half a surrogate pair, or deep nesting, in an earlier tool call is a 500."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [*HI, {"role": "assistant", "content": None, "tool_calls": [call]}]
     answer = client_of(backend_of()).post(CHAT, json={"messages": messages})

@@ -70,6 +70,9 @@ async def _read_stream(address: Address, number: int, gaps: Gaps, stop: asyncio.
         body = {"prompt": f"Go on, {number}.", "max_tokens": 8000, "stream": True}
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(address.post(body, keep_alive=False))
+        status = (await reader.readuntil(b"\r\n\r\n"))[9:12]
+        if status != b"200":
+            raise RuntimeError(f"a stream was answered with status {status.decode()}")
         last_s = None
         while not stop.is_set() and await reader.read(65536):
             now_s = time.monotonic()

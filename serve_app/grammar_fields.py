@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from deployments.protocol import Grammar, RequestRefused
 from serve_app.api_base import ApiModel
+from serve_app.strict_json import read_json
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 
@@ -119,8 +120,8 @@ def only_grammar(asked: Mapping[str, list[Grammar]]) -> tuple[str, Grammar] | No
 
 def _parsed(field: str, text: str) -> dict[str, Any]:
     try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        schema = read_json(text)
+    except ValueError as error:
         message = f"{field} must hold a JSON schema, but is not valid JSON"
         raise RequestRefused.invalid(field, message) from error
     if not isinstance(schema, dict):

@@ -14,8 +14,8 @@ MAX_INLINE_CHARS = 1024
 """Tokenizing so much takes about as long as a thread takes to be asked and to answer."""
 
 
-async def run_sized(num_chars: int, work: Callable[[], T], max_inline: int = MAX_INLINE_CHARS) -> T:
-    """What `work` returns, which takes time in proportion to `num_chars`."""
-    if num_chars <= max_inline:
+async def run_sized(size: int, work: Callable[[], T], max_inline: int = MAX_INLINE_CHARS) -> T:
+    """What `work` returns, which takes time in proportion to `size`: characters, bytes or ids."""
+    if size <= max_inline:
         return work()
     return await asyncio.to_thread(work)

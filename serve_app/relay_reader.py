@@ -23,7 +23,8 @@ from serve_app.token_mailbox import TokenMailbox
 
 logger = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 10.0
+OPEN_TIMEOUT_S = 60.0
+"""A relay that is given up while it opens may have tokens on it, so this is long."""
 BROKEN_S = 30.0
 """A replica whose relay failed gets no other for so long: longer than a chunk can be on its way
 that was sent while the relay was there."""
@@ -51,11 +52,6 @@ class _Relay:
     def is_broken(self) -> bool:
         """Whether it failed so lately that none is opened again."""
         return self.broken_s is not None and time.monotonic() - self.broken_s <= BROKEN_S
-
-    def find(self) -> None:
-        """It is being opened."""
-        for mailbox in self.riders.values():
-            mailbox.find_relay()
 
     def lose(self) -> None:
         """Nothing more comes by it."""
@@ -90,13 +86,14 @@ class RelayReader:
         chunk that names the replica is put.
         """
         relay = self._relays.setdefault(replica, _Relay())
-        relay.riders[seat.key] = self._mailboxes[seat.key]
-        if relay.is_broken:
-            return
-        if relay.reading is None:
+        mailbox = relay.riders[seat.key] = self._mailboxes[seat.key]
+        if relay.reading is not None:
+            mailbox.find_relay()
+        elif not relay.is_broken:
             relay.broken_s = None
             relay.reading = asyncio.ensure_future(self._read(replica, relay))
-        relay.find()
+            for rider in relay.riders.values():
+                rider.find_relay()
 
     def leave(self, seat: Seat) -> None:
         """The call of this seat has ended."""
@@ -107,24 +104,26 @@ class RelayReader:
                 del self._relays[replica]
 
     async def _read(self, replica: str, relay: _Relay) -> None:
-        # In a context of its own: see RayPool.
-        opening = OpenRelay(self._reader, replica)
-        call = contextvars.Context().run(self._open_relay, opening)
-        has_ended = False
         try:
-            items = aiter(call)
-            await asyncio.wait_for(anext(items), OPEN_TIMEOUT_S)
-            async for runs in items:
-                self._deliver(runs)
-            has_ended = True
+            await self._read_to_end(OpenRelay(self._reader, replica))
         except Exception as error:
             # It costs speed alone: what the end of a replica means, its requests' own streams tell.
             logger.info("the relay of replica %s failed: %r", replica, error)
             relay.broken_s = time.monotonic()
         finally:
             relay.lose()
-            if not has_ended:
-                call.cancel()
+
+    async def _read_to_end(self, opening: OpenRelay) -> None:
+        # In a context of its own: see RayPool.
+        call = contextvars.Context().run(self._open_relay, opening)
+        try:
+            items = aiter(call)
+            await asyncio.wait_for(anext(items), OPEN_TIMEOUT_S)
+            async for runs in items:
+                self._deliver(runs)
+        except BaseException:
+            call.cancel()
+            raise
 
     def _deliver(self, runs: list[TokenRun]) -> None:
         for run in runs:

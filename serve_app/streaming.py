@@ -161,7 +161,7 @@ class TextStream:
     def _read(self, chunk: TokenChunk) -> TextDelta:
         self._num_cached = max(self._num_cached, chunk.num_cached_tokens)
         echoed = self._read_echo(chunk)
-        if self._rules.is_prompt_alone and chunk.error is None:
+        if self._rules.is_prompt_alone and chunk.token_ids:
             return self._delta(echoed, FinishReason.LENGTH)
         text = echoed + "".join(self._push(chunk, index) for index in range(len(chunk.token_ids)))
         if self._matcher.has_matched:

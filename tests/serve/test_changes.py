@@ -93,8 +93,7 @@ async def streams(service: Service) -> list[str]:
 
 
 def test_scaling_down_ends_no_stream(stub: Service, config: Path) -> None:
-    """B65: streams of the replica that goes are cut, or their tokens are lost or come twice; or the
-    replica that said it drains gets new work."""
+    """B65: streams of the replica that goes are cut, or their tokens are lost or come twice."""
     undisturbed = asyncio.run(streams(stub))
     before = len(replica_stats(stub))
 

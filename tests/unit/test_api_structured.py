@@ -60,6 +60,7 @@ def test_each_field_becomes_its_grammar(
         {"response_format": "json_object"},
         {"guided_json": "{"},
         {"guided_json": "[]"},
+        {"guided_json": '{"const": "\\ud800"}'},
         {"guided_json": 5},
         {"guided_json": {"x": "y" * 70_000}},
         {"guided_regex": ["a"]},

@@ -211,3 +211,21 @@ def test_a_request_goes_on_to_the_next_relay() -> None:
         assert await tokens_of(box) == [0, 1, 2, 3]
 
     scenario(main)
+
+
+def test_a_relay_that_cannot_be_called_leaves_the_own_stream() -> None:
+    """Serve refuses the call of a relay: its request waits for tokens that nobody reads."""
+
+    async def main(relays: FakeRelays, _reader: RelayReader) -> None:
+        def refuse(_opening: OpenRelay) -> FakeCall:
+            raise RuntimeError("no replica")
+
+        reader, box = RelayReader(refuse), TokenMailbox("a")
+        reader.ride(reader.sit(box), "r")
+        box.put(FIRST)
+        await settled()
+        box.put(TokenChunk("a", [1], finish_reason=FinishReason.STOP, num_preceding=1))
+        box.end()
+        assert await tokens_of(box) == [0, 1]
+
+    scenario(main)

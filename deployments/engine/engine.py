@@ -28,6 +28,7 @@ from deployments.engine.stats import (
     step_tokens,
 )
 from deployments.engine.step_budget import FixedBudget, ShrinkingBudget
+from deployments.engine.step_scheduler import StepScheduler
 from deployments.protocol import EngineStats, ErrorInfo, ErrorKind, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         executor: StepExecutor,
         clock: Clock,
         budget: ShrinkingBudget,

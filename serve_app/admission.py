@@ -3,9 +3,10 @@ tokens that wait.
 
 The order of one admission:
 
-    1. requests a second, of the caller, then of the service      else 429
-    2. tokens a minute, of the caller, then of the service        else 429
-    3. prompt tokens of its class still before their first token  else 503
+    enter  1. requests a second, of the caller, then of the service      else 429
+             (the prompts are tokenized)
+    admit  2. tokens a minute, of the caller, then of the service        else 429
+           3. prompt tokens of its class still before their first token  else 503
 
 What was taken before a refusal is given back. Limits on the size of one request are `limits`'; how
 a limit is shared between ingress replicas is `rate_limit`'s.
@@ -14,7 +15,7 @@ a limit is shared between ingress replicas is `rate_limit`'s.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -44,11 +45,21 @@ class Demand:
         """The most that all answers together may have."""
         return self.num_requests * self.max_tokens
 
-    def amount(self, unit: str) -> int:
-        """What it takes from a limit of requests or of tokens."""
-        if unit == "requests":
-            return self.num_requests
+    @property
+    def num_tokens(self) -> int:
+        """The most that all prompts and answers together may have."""
         return self.num_prompt_tokens + self.num_output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request that its caller's rate and the service's let in, and whose prompts nobody has
+    looked at yet.
+    """
+
+    num_requests: int
+    request_limits: tuple[Limit, ...]
+    token_limits: tuple[Limit, ...]
 
 
 class PrefillQueue:
@@ -158,32 +169,44 @@ class AdmissionController:
         self._limits: dict[BucketSpec, Limit] = {}
         self._limits_by_caller: dict[Caller, tuple[Limit, ...]] = {}
 
-    async def admit(self, caller: Caller, demand: Demand) -> Ticket:
-        """Let a request run, and count it.
+    async def enter(self, caller: Caller, num_requests: int) -> Entry:
+        """Count a request before any work is done for it; it stays counted if it turns out to be a
+        bad one.
+
+        Args:
+            num_requests: prompts times n.
+
+        Raises:
+            ApiError: 400, it is more than a limit ever allows; 429 (`rate_limit_exceeded`), a rate
+                is reached.
+        """
+        limits = self._limits_of(caller)
+        by_requests = tuple(limit for limit in limits if limit.spec.unit == "requests")
+        by_tokens = tuple(limit for limit in limits if limit.spec.unit == "tokens")
+        await _take(by_requests, num_requests)
+        return Entry(num_requests, by_requests, by_tokens)
+
+    async def admit(self, entry: Entry, demand: Demand) -> Ticket:
+        """Let a request that has entered run. A refusal for what is no fault of its own gives back
+        what it took on entering.
 
         Raises:
             ApiError: 400, it is larger than a limit ever allows; 429 (`rate_limit_exceeded`), a
                 rate is reached; 503 (`overloaded`), too many prompt tokens of its class wait.
         """
-        limits = self._limits_of(caller)
-        for limit in limits:
-            limit.spec.refuse_impossible(demand.amount(limit.spec.unit))
         service_class = self._class_of(demand.priority)
-        taken: list[Limit] = []
         try:
-            for limit in limits:
-                wait_s = await limit.take(demand.amount(limit.spec.unit))
-                if wait_s > 0.0:
-                    raise RateLimited(limit.spec, wait_s)
-                taken.append(limit)
-            self._queue.enter(service_class, demand.num_prompt_tokens)
+            await _take(entry.token_limits, demand.num_tokens)
+            try:
+                self._queue.enter(service_class, demand.num_prompt_tokens)
+            except BaseException:
+                _give_back(entry.token_limits, demand.num_tokens)
+                raise
         except BaseException:
             # A client that leaves meanwhile cancels this, too.
-            for limit in taken:
-                limit.give_back(demand.amount(limit.spec.unit))
+            _give_back(entry.request_limits, entry.num_requests)
             raise
-        token_limits = tuple(limit for limit in limits if limit.spec.unit == "tokens")
-        return Ticket(demand, self._queue, service_class, token_limits)
+        return Ticket(demand, self._queue, service_class, entry.token_limits)
 
     def _limits_of(self, caller: Caller) -> tuple[Limit, ...]:
         limits = self._limits_by_caller.get(caller)
@@ -194,8 +217,7 @@ class AdmissionController:
                 caller.request_burst,
                 caller.tokens_per_min,
             )
-            specs = sorted((*own, *self._service_specs), key=lambda spec: spec.unit)
-            limits = tuple(self._limit(spec) for spec in specs)
+            limits = tuple(self._limit(spec) for spec in (*own, *self._service_specs))
             self._limits_by_caller[caller] = limits
         return limits
 
@@ -203,6 +225,27 @@ class AdmissionController:
         if spec not in self._limits:
             self._limits[spec] = self._make_limit(spec)
         return self._limits[spec]
+
+
+async def _take(limits: tuple[Limit, ...], amount: int) -> None:
+    """Take from all limits, or from none."""
+    for limit in limits:
+        limit.spec.refuse_impossible(amount)
+    taken: list[Limit] = []
+    try:
+        for limit in limits:
+            wait_s = await limit.take(amount)
+            if wait_s > 0.0:
+                raise RateLimited(limit.spec, wait_s)
+            taken.append(limit)
+    except BaseException:
+        _give_back(taken, amount)
+        raise
+
+
+def _give_back(limits: Iterable[Limit], amount: int) -> None:
+    for limit in limits:
+        limit.give_back(amount)
 
 
 def _specs(

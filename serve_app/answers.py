@@ -35,6 +35,7 @@ class AnswerHead:
     created: int
     is_streamed: bool = False
     includes_usage: bool = False
+    includes_usage_so_far: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,10 @@ def _body(kind: str, head: AnswerHead, choices: list[Json]) -> Json:
 def _with_usage(body: Json, head: AnswerHead) -> Json:
     """A chunk other than the usage chunk says so, where a usage chunk will follow."""
     return body | {"usage": None} if head.includes_usage else body
+
+
+def _with_usage_so_far(body: Json, head: AnswerHead, usage: Usage) -> Json:
+    return body | {"usage": usage_json(usage)} if head.includes_usage_so_far else body
 
 
 def _with_sampled(logprobs: TokenLogprobs) -> tuple[tuple[int, float], ...]:
@@ -272,8 +277,8 @@ async def events(
             if choice.index not in opened:
                 opened.add(choice.index)
                 for chunk in shape.opening(head, choice.index):
-                    yield _event(chunk)
-            yield _event(shape.chunk(head, choice))
+                    yield _event(_with_usage_so_far(chunk, head, answer.usage))
+            yield _event(_with_usage_so_far(shape.chunk(head, choice), head, answer.usage))
             choice = await anext(answer, None)
         if head.includes_usage:
             yield _event(shape.usage_chunk(head, answer.usage))

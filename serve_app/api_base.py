@@ -1,7 +1,7 @@
-"""What all request models share: strict types, hard limits, and the fields that are refused.
+"""What all request models share: strict types, and the fields that are refused.
 
-Owns limits that hold whatever the configuration says, because more than that costs before anybody
-can ask what it costs. Configured limits are lower and are checked elsewhere.
+The models keep the limits that hold whatever is configured (`admission_config`), so that a page of
+the API tells them; `limits` keeps the configured ones.
 """
 
 from __future__ import annotations
@@ -13,18 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deployments.protocol import RequestRefused
 
-MAX_STOP_STRINGS = 4
-MAX_STOP_LENGTH = 1000
-"""In characters."""
-MAX_CHOICES_EACH = 128
-"""Of `n`, as with OpenAI."""
-MAX_PROMPTS = 1024
-"""In one request."""
-MAX_CHOICES = 1024
-"""Of one request: prompts times n."""
-MAX_LOGIT_BIASES = 1024
-MAX_STOP_TOKEN_IDS = 128
 MAX_TOOLS = 128
+MAX_SALT_LENGTH = 1024
+"""In characters."""
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What fits the integers of the engine's tensors."""
@@ -40,6 +31,9 @@ class ApiModel(BaseModel):
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """field -> (values that change nothing, why others are refused)."""
 
+SUFFIX_REFUSAL = ((None, ""), "is not served: text is only continued at its end; leave it out")
+_LEAVE_OUT = "is not served; leave it out"
+
 REFUSED: Refusals = {
     "functions": ((None, []), "are not served; send tools"),
     "function_call": ((None,), "is not served; send tool_choice"),
@@ -47,10 +41,27 @@ REFUSED: Refusals = {
     "audio": ((None,), "is not served; leave it out"),
     "chat_template": ((None,), "of a client is not served; the model's own is used; leave it out"),
     "documents": ((None, []), "are not served; put them into a message"),
-    "use_beam_search": ((None, False), "is not served; leave it out"),
+    "use_beam_search": ((None, False), _LEAVE_OUT),
+    "return_token_ids": ((None, False), _LEAVE_OUT),
+    "return_tokens_as_token_ids": ((None, False), _LEAVE_OUT),
+    "truncation_side": ((None, "left"), "other than left is not served; leave it out"),
+    "vllm_xargs": ((None, {}), _LEAVE_OUT),
+    "mm_processor_kwargs": ((None, {}), _LEAVE_OUT),
     **{
-        name: ((None,), "is not served; leave it out")
-        for name in ("prompt_logprobs", "bad_words", "guided_grammar", "logits_processors")
+        name: ((None, []), _LEAVE_OUT)
+        for name in ("allowed_token_ids", "bad_words", "logits_processors", "logprob_token_ids")
+    },
+    **{
+        name: ((None,), _LEAVE_OUT)
+        for name in (
+            "guided_grammar",
+            "kv_transfer_params",
+            "prompt_embeds",
+            "prompt_logprobs",
+            "repetition_detection",
+            "thinking_token_budget",
+            "web_search_options",
+        )
     },
 }
 """Fields that would change the answer and are not served, on every generating route."""
@@ -65,5 +76,10 @@ def refuse(data: Any, refusals: Refusals) -> None:
     if not isinstance(data, dict):
         return
     for name, (harmless, why) in refusals.items():
-        if not any(data.get(name) == value for value in harmless):
+        if not any(is_same(data.get(name), value) for value in harmless):
             raise RequestRefused.invalid(name, f"{name} {why}")
+
+
+def is_same(sent: Any, value: Any) -> bool:
+    """Whether two JSON values are equal and of one type: true is no 1, and neither is 1.0."""
+    return type(sent) is type(value) and bool(sent == value)

@@ -14,9 +14,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
+from deployments import admission_config as limits
 from deployments.protocol import Grammar, RequestRefused, SamplingParams
-from serve_app import api_base
-from serve_app.api_base import REFUSED, ApiModel, Int64, Priority, Refusals, refuse
+from serve_app.api_base import (
+    MAX_SALT_LENGTH,
+    REFUSED,
+    SUFFIX_REFUSAL,
+    ApiModel,
+    Int64,
+    Priority,
+    Refusals,
+    refuse,
+)
 from serve_app.errors import in_client_words
 from serve_app.grammar_fields import (
     Choices,
@@ -36,7 +45,7 @@ ServiceTier = Literal["auto", "default", "flex", "priority"]
 
 
 class StreamOptions(ApiModel):
-    """What a stream carries beside its text. `continuous_usage_stats` is accepted and ignored."""
+    """What a stream carries beside its text: the usage at its end, or so far in each chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -66,15 +75,15 @@ class GenerationRequest(ApiModel):
     max_tokens: Int64 | None = None
     min_tokens: Int64 | None = None
     stop_token_ids: (
-        Annotated[list[Int64], Field(max_length=api_base.MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+        Annotated[list[Int64], Field(max_length=limits.MOST_STOP_TOKEN_IDS, fail_fast=True)] | None
     ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=api_base.MAX_CHOICES_EACH)] | None = None
+    n: Annotated[int, Field(ge=1, le=limits.MOST_ANSWERS_EACH)] | None = None
     user: str | None = None
     priority: Priority | None = None
     service_tier: ServiceTier | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_LENGTH)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     add_special_tokens: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
@@ -99,13 +108,13 @@ class GenerationRequest(ApiModel):
     @classmethod
     def _few_real_stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
-        most = api_base.MAX_STOP_STRINGS
+        most = limits.MOST_STOP_STRINGS
         if len(stops) > most:
             raise ValueError(f"may hold at most {most} strings, got {len(stops)}")
         if "" in stops:
             raise ValueError("must not hold an empty string; leave stop out to stop nowhere")
-        if any(len(text) > api_base.MAX_STOP_LENGTH for text in stops):
-            raise ValueError(f"may hold strings of at most {api_base.MAX_STOP_LENGTH} characters")
+        if any(len(text) > limits.MOST_STOP_LENGTH for text in stops):
+            raise ValueError(f"may hold strings of at most {limits.MOST_STOP_LENGTH} characters")
         return stop
 
     @field_validator("truncate_prompt_tokens")
@@ -119,15 +128,16 @@ class GenerationRequest(ApiModel):
     @classmethod
     def _few_biases(cls, bias: object) -> object:
         # Before each of them is looked at: an error for every bad one of a huge map takes seconds.
-        if isinstance(bias, dict) and len(bias) > api_base.MAX_LOGIT_BIASES:
-            raise ValueError(f"may hold at most {api_base.MAX_LOGIT_BIASES} tokens")
+        if isinstance(bias, dict) and len(bias) > limits.MOST_LOGIT_BIASES:
+            raise ValueError(f"may hold at most {limits.MOST_LOGIT_BIASES} tokens")
         return bias
 
     @field_validator("logit_bias")
     @classmethod
     def _keys_are_token_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
         for key in bias or {}:
-            if not (key.isascii() and key.isdigit() and len(key) < 19):
+            # "05" is refused: beside "5" it would be a second bias of one token.
+            if not (key.isascii() and key.isdigit() and len(key) < 19 and key == str(int(key))):
                 raise ValueError(f"keys must be token ids, got {key[:40]!r}")
         return bias
 
@@ -162,6 +172,12 @@ class GenerationRequest(ApiModel):
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def includes_usage_so_far(self) -> bool:
+        """Whether each chunk of such a stream carries the usage up to it."""
+        options = self.stream_options
+        return bool(self.includes_usage and options and options.continuous_usage_stats)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -267,21 +283,24 @@ Prompt = str | list[int]
 
 
 def _kind_of_prompt(prompt: Any) -> str:
+    # Names that are no identifiers, so that no client takes them for a part of the request.
     # Told by the first item, because trying each kind on 100,000 ids costs an error for each.
     if not isinstance(prompt, list):
-        return "text"
+        return "a text"
     first = prompt[0] if prompt else None
     if isinstance(first, str):
-        return "texts"
-    return "id lists" if isinstance(first, list) else "ids"
+        return "some texts"
+    return "id lists" if isinstance(first, list) else "token ids"
 
 
 AnyPrompts = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[str], Field(fail_fast=True, max_length=api_base.MAX_PROMPTS), Tag("texts")]
-    | Annotated[TokenIds, Tag("ids")]
+    Annotated[str, Tag("a text")]
+    | Annotated[list[str], Field(fail_fast=True, max_length=limits.MOST_PROMPTS), Tag("some texts")]
+    | Annotated[TokenIds, Tag("token ids")]
     | Annotated[
-        list[TokenIds], Field(fail_fast=True, max_length=api_base.MAX_PROMPTS), Tag("id lists")
+        list[TokenIds],
+        Field(fail_fast=True, max_length=limits.MOST_PROMPTS),
+        Tag("id lists"),
     ],
     Discriminator(_kind_of_prompt),
 ]
@@ -295,26 +314,28 @@ class CompletionRequest(GenerationRequest):
     prompt: AnyPrompts
     logprobs: int | None = None
     echo: bool | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
     best_of: int | None = None
 
     @classmethod
     def refused_fields(cls) -> Refusals:
         """See GenerationRequest."""
-        suffix = "is not served: text is only continued at its end; leave it out"
         tools = "are served by /v1/chat/completions alone; leave them out"
-        return {**REFUSED, "suffix": ((None,), suffix), "tools": ((None, []), tools)}
+        return {**REFUSED, "suffix": SUFFIX_REFUSAL, "tools": ((None, []), tools)}
 
     @model_validator(mode="after")
     def _as_many_as_are_returned(self) -> CompletionRequest:
         if self.best_of not in (None, self.num_choices_each):
             message = f"best_of must equal n ({self.num_choices_each}): all answers are returned"
             raise RequestRefused.invalid("best_of", message)
+        if self.wants_prompt_alone and self.min_tokens:
+            message = "min_tokens must be 0 where max_tokens is 0, which asks for the prompt alone"
+            raise RequestRefused.invalid("min_tokens", message)
         num_choices = len(self.prompts) * self.num_choices_each
-        if num_choices > api_base.MAX_CHOICES:
+        if num_choices > limits.MOST_CHOICES:
             message = (
                 f"n: {len(self.prompts)} prompts with {self.num_choices_each} answers each are "
-                f"{num_choices} answers; one request may ask for at most {api_base.MAX_CHOICES}"
+                f"{num_choices} answers; one request may ask for at most {limits.MOST_CHOICES}"
             )
             raise RequestRefused.invalid("n", message)
         return self

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from deployments.protocol import Grammar, RequestRefused
 from serve_app import api_base
-from serve_app.api_base import REFUSED, ApiModel, Int64, Refusals
+from serve_app.api_base import REFUSED, SUFFIX_REFUSAL, ApiModel, Int64, Refusals
 from serve_app.api_models import GenerationRequest
 from serve_app.chat_template import ChatOptions, ChatTemplate
 from serve_app.grammar_fields import schema_grammar
@@ -25,6 +25,7 @@ from serve_app.tool_calls import (
     TaggedToolCalls,
     ToolCallParser,
 )
+from serve_app.tool_schema import calls_schema
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
@@ -196,7 +197,7 @@ class ChatCompletionRequest(GenerationRequest):
         return {
             **REFUSED,
             "echo": ((None, False), "is served by /v1/completions alone; leave it out"),
-            "suffix": ((None,), "is not served: text is only continued at its end; leave it out"),
+            "suffix": SUFFIX_REFUSAL,
             "best_of": ((None, 1), "is not served; leave it out or set 1"),
         }
 
@@ -288,16 +289,5 @@ class ChatCompletionRequest(GenerationRequest):
             return next(t.schema_of_arguments for t in tools if t.function.name == name)
         if self.tool_choice != "required":
             return None
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.function.name},
-                    "arguments": tool.schema_of_arguments,
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for tool in tools
-        ]
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+        arguments = [(tool.function.name, tool.schema_of_arguments) for tool in tools]
+        return calls_schema(arguments, 1 if self.parallel_tool_calls is False else None)

@@ -62,7 +62,8 @@ class ChatTemplate:
         self._renderer = renderer
         parameters = inspect.signature(renderer.apply_chat_template).parameters
         # A client that could set these would bring its own template, or break the call.
-        self._reserved = frozenset(parameters) | {"messages", "raise_exception", "strftime_now"}
+        own = {"self", "messages", "raise_exception", "strftime_now"}
+        self._reserved = frozenset(parameters) | own
         self._probe = self._render_probe()
 
     @property

@@ -5,6 +5,7 @@ Owns the mapping both ways. Does not decide what is an error; a client never see
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -124,9 +125,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if isinstance(cause, RequestRefused):
         return from_info(cause.info)
     if first["type"] == "json_invalid":
-        return ApiError(
-            400, f"The body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
-        )
+        why = first["msg"].removeprefix("Invalid JSON: ")
+        return ApiError(400, f"The body is not valid JSON in UTF-8: {why}")
     if not first["loc"]:
         return ApiError(400, f"The body must be a JSON object. {_message(first)}")
     field = first["loc"][0]
@@ -141,8 +141,24 @@ def _message(error: Any) -> str:
     message: str = error["msg"].removeprefix("Value error, ")
     if error["type"] in ("missing", "value_error"):
         return message
-    shown = repr(error["input"])
+    shown = _JsonRepr().repr(error["input"])
     return f"{message} (got {shown if len(shown) <= 80 else shown[:80] + '…'})"
+
+
+class _JsonRepr(reprlib.Repr):
+    """Bounded, and in the client's words: null rather than None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 80
+
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802  (reprlib's naming)
+        """As in JSON."""
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        """As in JSON."""
+        return "true" if value else "false"
 
 
 def _path(loc: Sequence[int | str]) -> str:

@@ -81,7 +81,7 @@ class Frontend:
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         """POST /v1/completions."""
-        arrival = self._arrive(request, body)
+        arrival = await self._gate.enter(request.scope, body)
         model = await self.model()
         prepared = await self._intake(model).completion(body)
         call = self._gate.bound(arrival, prepared, "prompt")
@@ -90,17 +90,12 @@ class Frontend:
 
     async def chat(self, request: Request, body: ChatCompletionRequest) -> Response:
         """POST /v1/chat/completions."""
-        arrival = self._arrive(request, body)
+        arrival = await self._gate.enter(request.scope, body)
         model = await self.model()
         prepared = await self._intake(model).chat(body)
         call = self._gate.bound(arrival, prepared, "messages")
         shape = ChatShape(_names(model, body))
         return await self._answer(request, arrival, call, shape, _head("chatcmpl", model, body))
-
-    def _arrive(self, request: Request, body: GenerationRequest) -> Arrival:
-        arrival = self._gate.arrive(request.scope)
-        self._gate.check(body)
-        return arrival
 
     async def metrics(self) -> Response:
         """GET /metrics."""
@@ -122,6 +117,7 @@ class Frontend:
     async def chunks(self, body: ChunkRequest) -> ChunkResponse:
         """POST /chunk."""
         model = await self.model()
+        model.check_name(body.model)
         return await asyncio.to_thread(self._chunks, model, body)
 
     def _chunks(self, model: ServedModel, body: ChunkRequest) -> ChunkResponse:
@@ -199,6 +195,7 @@ def _head(prefix: str, model: ServedModel, body: GenerationRequest) -> AnswerHea
         created=int(time.time()),
         is_streamed=bool(body.stream),
         includes_usage=body.includes_usage,
+        includes_usage_so_far=body.includes_usage_so_far,
     )
 
 

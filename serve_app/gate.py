@@ -2,9 +2,9 @@
 
 Puts `limits`, `callers`, `admission` and `metrics` in their order; owns none of their rules.
 
-    check     the size of what is asked, before anything is tokenized
+    enter     the size of what is asked and the rate of requests, before anything is tokenized
     bound     the caller's class, tenant and bounds, put into the prepared requests
-    admit     rates and queues, before anything runs
+    admit     the rate of tokens and the queues, before anything runs
     Passage   first tokens, output and the one end, told to whoever counts them
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from starlette.types import Scope
 
 from deployments.config import ServiceConfig
-from serve_app.admission import AdmissionController, Demand, Ticket, make_admission
+from serve_app.admission import AdmissionController, Demand, Entry, Ticket, make_admission
 from serve_app.api_models import GenerationRequest
 from serve_app.callers import Caller, caller_of, effective_salt
 from serve_app.intake import PreparedCall, PreparedRequest
@@ -35,6 +35,7 @@ class Arrival:
     caller: Caller
     route: str
     at_s: float
+    entry: Entry
 
 
 class Passage:
@@ -93,16 +94,19 @@ class Gate:
         self._isolates = config.admission.cache_isolation
         self._routes = PoolRoutes(config)
 
-    def arrive(self, scope: Scope) -> Arrival:
-        """Note who asks for what, and when."""
-        return Arrival(caller_of(scope), route_template(scope), self.metrics.now())
-
-    def check(self, body: GenerationRequest) -> None:
-        """Refuse what is too large, before any work is done for it.
+    async def enter(self, scope: Scope, body: GenerationRequest) -> Arrival:
+        """Note who asks for what, and when; refuse what is too large or comes too often, before any
+        work is done for it.
 
         Raises:
-            ApiError: 400.
+            ApiError: 400 or 429, see `RequestLimits` and `AdmissionController.enter`.
         """
+        at_s, caller = self.metrics.now(), caller_of(scope)
+        self._check(body)
+        entry = await self._admission.enter(caller, body.num_prompts * body.num_choices_each)
+        return Arrival(caller, route_template(scope), at_s, entry)
+
+    def _check(self, body: GenerationRequest) -> None:
         self._limits.check_shape(
             RequestShape(
                 num_prompts=body.num_prompts,
@@ -152,7 +156,7 @@ class Gate:
             max_tokens=first.sampling_params.max_tokens,
             priority=first.priority,
         )
-        return Passage(await self._admission.admit(arrival.caller, demand), call)
+        return Passage(await self._admission.admit(arrival.entry, demand), call)
 
     def watch(
         self,

@@ -53,7 +53,13 @@ def make_routes(backend: Backend, config: ServiceConfig, gate: Gate) -> FastAPI:
         gate.metrics.rejected(route_template(scope), error.status, error.code)
 
     front = Frontend(backend, config, gate)
-    api = FastAPI(title="chunkserve", lifespan=_lifespan(front), openapi_url=OPENAPI_URL)
+    api = FastAPI(
+        title="chunkserve",
+        lifespan=_lifespan(front),
+        openapi_url=OPENAPI_URL,
+        # A redirect would name the address that this process sees, not the one its clients know.
+        redirect_slashes=False,
+    )
     install_error_handlers(api, count)
     add_routes(api, front)
     # The last one added is the first one passed: strangers are sent away unread.

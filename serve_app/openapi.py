@@ -25,6 +25,7 @@ REQUEST_FAULTS: dict[int, str] = {
     404: "The model is not served.",
     408: "The request's own `timeout` passed before its answer began.",
     413: "The body is larger than the service takes.",
+    415: "The body is compressed.",
     429: "A rate is reached; `Retry-After` says when to try again.",
 }
 SERVICE_FAULTS: dict[int, str] = {

@@ -27,7 +27,7 @@ from serve_app.api_base import ApiModel
 from serve_app.api_models import CompletionRequest
 from serve_app.chat_models import ChatCompletionRequest
 from serve_app.chunker import ChunkResponse
-from serve_app.errors import from_validation
+from serve_app.errors import ApiError, from_validation
 from serve_app.frontend import Frontend
 from serve_app.off_loop import run_sized
 from serve_app.openapi import document, faults, streamed, takes
@@ -50,8 +50,9 @@ async def parse(request: Request, kind: type[Body]) -> Body:
     """The body of a request, whatever its Content-Type: curl's default is wrong for JSON.
 
     Raises:
-        ApiError: 400, naming the field and what to change.
+        ApiError: 400, naming the field and what to change; 415, the body is compressed.
     """
+    _refuse_encoded(request)
     content = await request.body()
     try:
         return await run_sized(
@@ -59,6 +60,13 @@ async def parse(request: Request, kind: type[Body]) -> Body:
         )
     except ValidationError as error:
         raise from_validation(error.errors()) from error
+
+
+def _refuse_encoded(request: Request) -> None:
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        message = f"Content-Encoding {encoding[:40]!r} is not read; send the body uncompressed."
+        raise ApiError(415, message, code="unsupported_encoding")
 
 
 def add_routes(api: FastAPI, front: Frontend) -> None:
@@ -73,7 +81,7 @@ def add_routes(api: FastAPI, front: Frontend) -> None:
 
 
 def _add_generation_routes(api: FastAPI, front: Frontend) -> None:
-    errors = faults(400, 401, 404, 408, 413, 429, 500, 503)
+    errors = faults(400, 401, 404, 408, 413, 415, 429, 500, 503)
 
     @api.post(
         "/v1/completions",
@@ -93,7 +101,7 @@ def _add_generation_routes(api: FastAPI, front: Frontend) -> None:
 
 
 def _add_text_routes(api: FastAPI, front: Frontend) -> None:
-    errors = faults(400, 401, 404, 413, 500, 503)
+    errors = faults(400, 401, 404, 413, 415, 500, 503)
 
     @api.post("/tokenize", responses=errors, openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> TokenizeResponse:

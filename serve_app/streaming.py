@@ -55,7 +55,7 @@ class TextDelta:
     tool_calls: tuple[ToolCall, ...] = ()
     """Tool calls that became complete."""
     has_called_tools: bool = False
-    """Whether the answer called a tool so far."""
+    """Whether the model chose to call a tool so far."""
 
     @property
     def is_last(self) -> bool:
@@ -238,7 +238,7 @@ async def with_tool_calls(
             text = "".join(part.text for part in parsed)
             calls = tuple(call for part in parsed for call in part.calls)
             tokens += delta.tokens
-            has_called = has_called or bool(calls)
+            has_called = has_called or (bool(calls) and not parser.is_forced)
             if text or calls or delta.is_last:
                 yield replace(
                     delta, text=text, tokens=tokens, tool_calls=calls, has_called_tools=has_called

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from deployments.protocol import RequestRefused
 from serve_app import api_base
-from serve_app.api_base import ApiModel
+from serve_app.api_base import REFUSED, ApiModel, refuse
 from serve_app.api_models import TokenIds
 from serve_app.chat_models import ChatMessage, Conversation, Tool
 
@@ -31,6 +31,12 @@ class TokenizeRequest(ApiModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_would_change_the_answer(cls, data: Any) -> Any:
+        refuse(data, {"chat_template": REFUSED["chat_template"]})
+        return data
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeRequest:
@@ -77,6 +83,7 @@ class DetokenizeResponse(BaseModel):
 class ChunkRequest(ApiModel):
     """POST /chunk: how a prompt is cut; without overrides, as this service cuts it now."""
 
+    model: str | None = None
     prompt: str
     chunk_size: Annotated[int, Field(ge=1)] | None = None
     overlap_ratio: Annotated[float, Field(ge=0.0, le=0.5)] | None = None

@@ -37,6 +37,13 @@ class ParsedText:
 class ToolCallParser(Protocol):
     """Reads one growing answer."""
 
+    @property
+    def is_forced(self) -> bool:
+        """Whether the client chose the function: such a call is no reason to end, so the answer
+        ends with `stop`, as OpenAI's do.
+        """
+        ...
+
     def push(self, text: str) -> ParsedText:
         """What became certain with this text."""
         ...
@@ -76,6 +83,7 @@ class TaggedToolCalls:
         names: of the tools the model was given.
     """
 
+    is_forced = False
     OPENING = "<tool_call>"
     CLOSING = "</tool_call>"
 
@@ -143,6 +151,8 @@ class JsonToolCalls:
         names: of the tools the model was given.
     """
 
+    is_forced = False
+
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
         self._held: str | None = ""
@@ -175,6 +185,8 @@ class NamedToolCall:
         name: of the function.
     """
 
+    is_forced = True
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._held = ""
@@ -202,6 +214,11 @@ class FirstCallAlone:
     def __init__(self, parser: ToolCallParser) -> None:
         self._parser = parser
         self._has_called = False
+
+    @property
+    def is_forced(self) -> bool:
+        """See ToolCallParser."""
+        return self._parser.is_forced
 
     def push(self, text: str) -> ParsedText:
         """See ToolCallParser."""

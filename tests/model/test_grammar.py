@@ -32,6 +32,7 @@ from deployments.protocol import (
     RequestRefused,
     SamplingParams,
 )
+from serve_app.tool_schema import calls_schema
 
 
 def compiler(vocab_size: int = VOCAB_SIZE) -> LlguidanceCompiler:
@@ -254,3 +255,26 @@ def test_a_bad_grammar_is_the_only_answer_to_its_request() -> None:
     assert chunk.error.param == "grammar"
     assert asyncio.run(refusal_of(None)) is None
     assert asyncio.run(refusal_of(Grammar("regex", "a"))) is None
+
+
+def test_tools_with_definitions_of_their_own_can_be_followed() -> None:
+    """tool_choice "required" is refused for parameters with $ref and $defs, as pydantic writes
+    them, or their references are not followed.
+    """
+    city = {
+        "type": "object",
+        "$defs": {"City": {"enum": ["yes", "no"]}},
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tree = {
+        "type": "object",
+        "properties": {"kids": {"type": "array", "items": {"$ref": "#"}}},
+        "additionalProperties": False,
+    }
+    schema = calls_schema([("a", city), ("b", tree)], 1)
+    grammar = Grammar("json_schema", json.dumps(schema))
+    assert allowed_after(grammar, '[{"name":"a","arguments":{"city":"') == {"y", "n", "yes", "no"}
+    assert "{" in allowed_after(grammar, '[{"name":"b","arguments":{"kids":[')
+    assert "," not in allowed_after(grammar, '[{"name":"b","arguments":{}}')

@@ -40,6 +40,11 @@ def demand(
     return Demand(num_requests, num_prompt_tokens, max_tokens, priority)
 
 
+async def admit(admission: AdmissionController, caller: Caller, asked: Demand) -> Ticket:
+    entry = await admission.enter(caller, asked.num_requests)
+    return await admission.admit(entry, asked)
+
+
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(work)
 
@@ -48,7 +53,7 @@ async def refusal(
     admission: AdmissionController, asked: Demand, caller: Caller = ANONYMOUS
 ) -> ApiError:
     with pytest.raises(ApiError) as refused:
-        await admission.admit(caller, asked)
+        await admit(admission, caller, asked)
     return refused.value
 
 
@@ -58,7 +63,7 @@ async def num_admitted(
     count = 0
     for _ in range(attempts):
         try:
-            await admission.admit(caller, demand())
+            await admit(admission, caller, demand())
             count += 1
         except ApiError as error:
             assert error.status == 429
@@ -86,11 +91,11 @@ def test_retry_after_is_computed_from_the_bucket() -> None:
     async def scenario() -> None:
         clock = Clock()
         admission = make(clock, requests_per_s=0.1, burst=1)
-        await admission.admit(ANONYMOUS, demand())
+        await admit(admission, ANONYMOUS, demand())
         clock.now_s = 2.5
         assert (await refusal(admission, demand())).retry_after_s == 8
         clock.now_s = 10.0
-        await admission.admit(ANONYMOUS, demand())
+        await admit(admission, ANONYMOUS, demand())
 
     run(scenario())
 
@@ -123,9 +128,9 @@ def test_each_prompt_and_each_choice_counts_as_a_request() -> None:
 
     async def scenario() -> None:
         admission = make(Clock(), requests_per_s=1, burst=10)
-        await admission.admit(ANONYMOUS, demand(num_requests=8))
+        await admit(admission, ANONYMOUS, demand(num_requests=8))
         assert (await refusal(admission, demand(num_requests=3))).status == 429
-        await admission.admit(ANONYMOUS, demand(num_requests=2))
+        await admit(admission, ANONYMOUS, demand(num_requests=2))
         never = await refusal(admission, demand(num_requests=11))
         assert never.status == 400 and never.retry_after_s is None
 
@@ -139,14 +144,14 @@ def test_tokens_are_reserved_and_what_was_not_used_comes_back() -> None:
 
     async def scenario() -> None:
         admission = make(Clock(), tokens_per_min=1000)
-        ticket = await admission.admit(ANONYMOUS, demand(300, 600))
+        ticket = await admit(admission, ANONYMOUS, demand(300, 600))
         error = await refusal(admission, demand(200, 1))
         assert (error.status, error.type) == (429, "tokens")
         ticket.add_output(100)
         ticket.release()
         ticket.release()
         # 300 and 100 were used.
-        await admission.admit(ANONYMOUS, demand(300, 300))
+        await admit(admission, ANONYMOUS, demand(300, 300))
         assert (await refusal(admission, demand(1, 1))).status == 429
 
     run(scenario())
@@ -159,11 +164,11 @@ def test_a_refusal_gives_back_what_it_had_taken() -> None:
         admission = make(
             Clock(), requests_per_s=1, burst=3, tokens_per_min=100, max_queued_prefill_tokens=50
         )
-        await admission.admit(ANONYMOUS, demand(30, 10))
+        await admit(admission, ANONYMOUS, demand(30, 10))
         for _ in range(5):
             assert (await refusal(admission, demand(30, 40))).status == 429
             assert (await refusal(admission, demand(30, 10))).status == 503
-        await admission.admit(ANONYMOUS, demand(20, 40))
+        await admit(admission, ANONYMOUS, demand(20, 40))
 
     run(scenario())
 
@@ -175,12 +180,12 @@ def test_the_queue_of_a_class_is_bounded_in_prompt_tokens() -> None:
 
     async def scenario() -> None:
         admission = make(Clock(), max_queued_prefill_tokens=100)
-        first = await admission.admit(ANONYMOUS, demand(60))
+        first = await admit(admission, ANONYMOUS, demand(60))
         error = await refusal(admission, demand(41))
         assert (error.status, error.code, error.retry_after_s) == (503, "overloaded", 1)
-        await admission.admit(ANONYMOUS, demand(41, priority=1))
+        await admit(admission, ANONYMOUS, demand(41, priority=1))
         first.prefilled(60)
-        await admission.admit(ANONYMOUS, demand(100))
+        await admit(admission, ANONYMOUS, demand(100))
 
     run(scenario())
 
@@ -191,7 +196,7 @@ def test_a_class_is_a_pool_not_a_number_of_the_client() -> None:
     async def scenario() -> None:
         admission = make(Clock(), lambda priority: f"pool-{min(priority, 1)}",
                          max_queued_prefill_tokens=100)  # fmt: skip
-        await admission.admit(ANONYMOUS, demand(60, priority=1))
+        await admit(admission, ANONYMOUS, demand(60, priority=1))
         assert (await refusal(admission, demand(60, priority=7))).status == 503
 
     run(scenario())
@@ -202,11 +207,11 @@ def test_a_prompt_longer_than_the_bound_runs_alone() -> None:
 
     async def scenario() -> None:
         admission = make(Clock(), max_queued_prefill_tokens=100, num_ingress=4)
-        ticket = await admission.admit(ANONYMOUS, demand(90))
+        ticket = await admit(admission, ANONYMOUS, demand(90))
         assert (await refusal(admission, demand(1))).status == 503
         ticket.release()
-        await admission.admit(ANONYMOUS, demand(1))
-        await admission.admit(ANONYMOUS, demand(24))
+        await admit(admission, ANONYMOUS, demand(1))
+        await admit(admission, ANONYMOUS, demand(24))
 
     run(scenario())
 
@@ -232,10 +237,10 @@ def test_a_ticket_is_released_however_its_request_ends() -> None:
     async def scenario() -> None:
         admission = make(Clock(), tokens_per_min=100, max_queued_prefill_tokens=80)
         for _ in range(3):
-            with pytest.raises(RuntimeError), await admission.admit(ANONYMOUS, demand(20, 40)):
+            with pytest.raises(RuntimeError), await admit(admission, ANONYMOUS, demand(20, 40)):
                 raise RuntimeError("the engine failed")
         # The prompts are paid for; the answers never came.
-        await admission.admit(ANONYMOUS, demand(10, 30))
+        await admit(admission, ANONYMOUS, demand(10, 30))
         assert (await refusal(admission, demand(1, 1))).status == 429
 
     run(scenario())
@@ -259,7 +264,7 @@ def test_a_client_that_leaves_while_it_is_admitted_counts_nothing() -> None:
 
         config = AdmissionConfig(requests_per_s=1, burst=1, tokens_per_min=100)
         admission = AdmissionController(config, make_limit, PrefillQueue(None), str)
-        admitting = asyncio.ensure_future(admission.admit(ANONYMOUS, demand()))
+        admitting = asyncio.ensure_future(admit(admission, ANONYMOUS, demand()))
         await asyncio.sleep(0)
         assert await limits["service/requests"].take(1) > 0.0
         admitting.cancel()
@@ -288,7 +293,7 @@ def test_what_runs_and_what_has_run_stays_within_the_token_rate(
         for wait_s, prompt, most, output in steps:
             clock.now_s += wait_s
             try:
-                with await admission.admit(ANONYMOUS, demand(prompt, most)) as ticket:
+                with await admit(admission, ANONYMOUS, demand(prompt, most)) as ticket:
                     ticket.add_output(output)
                     used += prompt + min(output, most)
             except ApiError as error:
@@ -306,7 +311,7 @@ def test_a_refusal_reaches_the_client_in_openais_shape() -> None:
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> str:
-        with await admission.admit(caller_of(request.scope), demand()):
+        with await admit(admission, caller_of(request.scope), demand()):
             return "text"
 
     keys = KeyRing(parse_key_list("ann:sk-1"))

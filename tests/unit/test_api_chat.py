@@ -128,6 +128,19 @@ def test_a_tool_the_client_insists_on_is_a_structure_of_the_output() -> None:
     assert json.loads(grammar.text) == WEATHER["function"]["parameters"]  # type: ignore[index]
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "東京"}'}
+    # As OpenAI: what the client chose is no reason of the model's to end.
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_one_call_is_all_that_a_client_of_single_calls_is_forced_to_take() -> None:
+    """The model is made to write several calls, and those after the first are thrown away."""
+    backend = backend_of('[{"name": "weather", "arguments": {}}]')
+    post(
+        backend, CHAT, messages=HI, tools=[WEATHER], tool_choice="required",
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    grammar = backend.requests[-1].sampling_params.grammar
+    assert grammar is not None and json.loads(grammar.text)["maxItems"] == 1
 
 
 def test_calls_and_results_of_tools_are_rendered_as_templates_expect() -> None:
@@ -171,6 +184,7 @@ def test_calls_and_results_of_tools_are_rendered_as_templates_expect() -> None:
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"conversations": []}}, "messages"),
         ({"echo": True}, "echo"),
     ],

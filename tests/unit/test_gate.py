@@ -148,3 +148,13 @@ def test_the_page_counts_what_clients_saw() -> None:
     assert list(samples(client, "chunkserve_ingress_requests_in_progress").values()) == [0.0]
     rejected = samples(client, "chunkserve_ingress_requests_rejected_total")
     assert list(rejected.values()) == [1.0]
+
+
+def test_a_rate_is_kept_before_a_prompt_is_read() -> None:
+    """B61: whoever is over the rate still has every prompt tokenized, and bad requests cost
+    nothing.
+    """
+    client = client_with(ScriptedBackend([[65]]), requests_per_s=0.001, burst=1)
+    too_long = {"prompt": "x" * 1000}
+    assert error_of(client.post(COMPLETIONS, json=too_long), 400)["param"] == "prompt"
+    assert error_of(client.post(COMPLETIONS, json=too_long), 429)["code"] == "rate_limit_exceeded"

@@ -101,6 +101,8 @@ RULES = (
         ("serve_app", "deployments.engine.chunk_plan", "deployments.engine.block_hash", *RECORDS),
     ),
     Rule("serve_app.prompt_hashes", ("deployments.engine.block_hash", *RECORDS), NONE_OUTSIDE),
+    # Hard bounds stand beside the configured ones.
+    Rule("serve_app.api_models", ("serve_app", "deployments.admission_config", *RECORDS)),
     Rule("serve_app*", ("serve_app", *RECORDS)),
     # It measures the executor beside its peers, so it has to load one.
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),

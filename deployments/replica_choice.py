@@ -160,18 +160,17 @@ class ReplicaChooser:
         if not self._replicas:
             return []
         tried = self._tried.get(request.request_id, set())
-        least = min(
-            (r.outstanding for name, r in self._replicas.items() if name not in tried), default=0
-        )
+        untried = [r.outstanding for name, r in self._replicas.items() if name not in tried]
+        least = min(untried, default=0)
         hashes = request.block_hashes
         # So that several routers, none of which knows anything yet, choose alike.
         taste = hashes[0] if hashes else b""
+        bound = max(self._balance_factor * least, least + self._slack_tokens)
         ranks: list[tuple[bool, bool, int, int, int, str]] = []
         for name, replica in self._replicas.items():
             outstanding = replica.num_own_tokens + replica.num_foreign_tokens
             num_matched = replica.index.num_matched(hashes) if hashes else 0
-            slack = max(self._slack_tokens, num_matched * self._block_size)
-            is_over = outstanding > max(self._balance_factor * least, least + slack)
+            is_over = outstanding > bound and outstanding > least + num_matched * self._block_size
             rank = 0 if is_over else -num_matched
             tie = crc32(taste, replica.name_crc)
             ranks.append((name in tried, is_over, rank, outstanding, tie, name))

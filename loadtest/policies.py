@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from deployments.config import SchedulerConfig
 from deployments.engine.admission_check import check_request
@@ -25,7 +26,6 @@ from deployments.engine.integrity import check_blocks
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.outputs import ModelLimits, ModelOutput, RequestOutput, SchedulerOutput
 from deployments.engine.request import Request, RequestStatus
-from deployments.engine.scheduler import Scheduler
 from deployments.engine.step_budget import StepBudget
 from deployments.engine.step_plan import StepPlan
 from deployments.engine.step_scheduler import StepScheduler
@@ -36,6 +36,7 @@ from deployments.protocol import (
     GenerateRequest,
     RequestRefused,
 )
+from loadtest.sim_quiet import QuietScheduler, QuietSteps
 
 
 class FirstCome(ABC):
@@ -131,6 +132,18 @@ class FirstCome(ABC):
         """Never: what waits may start."""
         return None
 
+    def quiet_steps(self) -> QuietSteps:
+        """See QuietScheduler."""
+        return QuietSteps(
+            self._running, self._waiting, self._kv, self._may_start_anybody, self._end
+        )
+
+    def _end(self, request: Request) -> RequestOutput:
+        return self._finish(request, FinishReason.LENGTH, request.token_ids[-1])
+
+    def _may_start_anybody(self) -> bool:
+        return bool(self._waiting) and len(self._running) < self._config.max_num_seqs
+
     # --- a step -----------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
@@ -199,14 +212,19 @@ class FirstCome(ABC):
         for request in requests:
             if request.status is not RequestStatus.RUNNING:
                 continue
-            while self._kv.needs_block(request) and self._kv.num_free_blocks == 0:
-                victim = self._running[-1]
-                self._preempt(victim, step)
-                if victim is request:
-                    return
             if self._kv.needs_block(request):
+                if not self._free_a_block_for(request, step):
+                    return
                 self._kv.append_block(request)
             step.add_decode(request, self._kv.block_table(request))
+
+    def _free_a_block_for(self, request: Request, step: StepPlan) -> bool:
+        while self._kv.num_free_blocks == 0:
+            victim = self._running[-1]
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        return True
 
     def _preempt(self, victim: Request, step: StepPlan) -> None:
         self._leave_running(victim)
@@ -249,6 +267,9 @@ class StaticBatching(FirstCome):
         else:
             self._admit_prompts(step, self._largest_step)
 
+    def _may_start_anybody(self) -> bool:
+        return False  # asked only while a batch runs
+
     def _num_reserved_tokens(self, request: Request) -> int:
         return request.max_num_tokens
 
@@ -277,12 +298,20 @@ class PrefillFirst(FirstCome):
         return request.num_tokens
 
 
+class SimScheduler(StepScheduler, Protocol):
+    """A scheduler whose quiet steps can be booked together."""
+
+    def quiet_steps(self) -> QuietSteps:
+        """Its quiet steps."""
+        ...
+
+
 SchedulerFactory = Callable[
-    [SchedulerConfig, ModelLimits, KVCacheManager, StepBudget, Clock], StepScheduler
+    [SchedulerConfig, ModelLimits, KVCacheManager, StepBudget, Clock], SimScheduler
 ]
 
 POLICIES: dict[str, SchedulerFactory] = {
-    "chunked": Scheduler,
+    "chunked": QuietScheduler,
     "static": StaticBatching,
     "orca": OrcaLike,
     "prefill-first": PrefillFirst,

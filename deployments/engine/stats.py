@@ -130,15 +130,16 @@ def step_tokens(output: SchedulerOutput) -> StepTokens:
     """Sum up a step. Call once it is booked, before anything else happens to its requests."""
     chunks = output.scheduled[output.num_decode_tokens :]
     sampled = [row.request for row in output.scheduled if row.samples_token]
-    sampled = [request for request in sampled if request.finish_reason not in _WITHOUT_TOKEN]
+    if any([request.finish_reason is not None for request in sampled]):
+        sampled = [request for request in sampled if request.finish_reason not in _WITHOUT_TOKEN]
     gaps_s = _count([request.token_gap_s for request in sampled])
     begun = [row.request for row in chunks if row.reason is _ADMITTED]
     return StepTokens(
         num_sampled=len(sampled),
         first_token_s=_first_token_s(sampled) if gaps_s.pop(None, 0) else (),
         gaps_s={gap_s: count for gap_s, count in gaps_s.items() if gap_s is not None},
-        num_prompt_tokens=sum(request.num_prompt_tokens for request in begun),
-        num_cached_tokens=sum(request.num_cached_tokens for request in begun),
+        num_prompt_tokens=sum([request.num_prompt_tokens for request in begun]),
+        num_cached_tokens=sum([request.num_cached_tokens for request in begun]),
     )
 
 

@@ -90,10 +90,7 @@ class CostModel:
         """Seconds that a step takes."""
         n, context = shape.num_decodes, shape.decode_context_tokens
         if not shape.prefills:
-            decode = self.decode
-            return (
-                decode.fixed_ms + decode.per_decode_ms * n + decode.per_context_token_ms * context
-            ) / 1e3
+            return self.decode_steps_s(n, context, 1)[0]
         num_tokens, num_pairs, num_attended = n, 0.0, 0
         for num_new, num_computed in shape.prefills:
             num_tokens += num_new
@@ -108,6 +105,18 @@ class CostModel:
             + chunk.per_attention_pair_ms * num_pairs
             + chunk.per_prefill_context_token_ms * num_attended
         ) / 1e3
+
+    def decode_steps_s(self, num_decodes: int, context: int, num_steps: int) -> list[float]:
+        """Seconds of each of `num_steps` steps without a chunk: of the first one `context` tokens
+        are read, of each later one a token more by every decode.
+        """
+        decode = self.decode
+        base_ms = decode.fixed_ms + decode.per_decode_ms * num_decodes
+        per_token_ms = decode.per_context_token_ms
+        return [
+            (base_ms + per_token_ms * (context + num_decodes * step)) / 1e3
+            for step in range(num_steps)
+        ]
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> CostModel:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 HASH_BLOCK_TOKENS = 512
 
@@ -16,3 +18,18 @@ class TraceRequest:
     output_length: int
     hash_ids: tuple[int, ...] = ()
     priority: int = 0
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """The requests of a Mooncake trace."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        TraceRequest(
+            row["timestamp"] / 1e3,
+            row["input_length"],
+            row["output_length"],
+            tuple(row.get("hash_ids", ())),
+            row.get("priority", 0),
+        )
+        for row in rows
+    ]

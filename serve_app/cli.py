@@ -29,6 +29,7 @@ EXAMPLES = """examples:
   chunkserve check configs/local.yaml
   chunkserve serve configs/local.yaml --port 8000
   chunkserve bench engine
+  chunkserve simulate trace.jsonl --cost-model h100-llama3-8b --replicas 8
 """
 
 
@@ -239,6 +240,20 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     stall.set_defaults(run=bench_stall.main)
 
 
+def _add_simulations(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from loadtest import calibrate, sim_command
+    from loadtest.studies import command as study_command
+
+    simulated = commands.add_parser("simulate", help="serve a trace on a fleet of simulated GPUs")
+    sim_command.add_arguments(simulated)
+    simulated.set_defaults(run=sim_command.main)
+    fitted = commands.add_parser("calibrate", help="fit a cost model to an engine's step log")
+    calibrate.add_arguments(fitted)
+    fitted.set_defaults(run=calibrate.main)
+    study = commands.add_parser("study", help="what the simulator shows, on published traces")
+    study_command.add_arguments(study)
+
+
 def _bench_engine(arguments: argparse.Namespace) -> int:
     from loadtest.bench_engine import BenchSettings, run_bench
 
@@ -263,7 +278,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench):
+    adders = (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench, _add_simulations)
+    for add in adders:
         add(commands)
     return parser
 

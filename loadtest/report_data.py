@@ -1,13 +1,13 @@
 """What a result keeps for pictures: curves of latencies, counts over time, a sample of steps.
 
-Owns the `report` section of a result file. It is JSON of bounded size, so that runs of different
-days and tools can be drawn together. `charts` draws it.
+Owns the `report` section of a result file, written and read. It is JSON of bounded size, so that
+runs of different days and tools can be drawn together. `charts` draws it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from loadtest.distribution import Distribution
@@ -45,6 +45,23 @@ class Step(Protocol):
 STEP_FIELDS = (
     "time_s", "num_decode_tokens", "num_prefill_tokens", "num_running", "num_waiting", "kv_use"
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One result file: its name in legends, and what it holds."""
+
+    label: str
+    result: Json
+
+    def part(self, name: str) -> Json:
+        """A part of its `report` section; empty if it has none."""
+        return dict(self.result.get("report", {}).get(name, {}))
+
+    def bound_ms(self, metric: str) -> float | None:
+        """The SLO's bound on a metric, in ms; None: no bound."""
+        bounds = dict(bound.split(":", 1) for bound in self.result.get("slo") or ())
+        return float(bounds[metric]) if metric in bounds else None
 
 
 def report_section(

@@ -239,6 +239,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     stall.set_defaults(run=bench_stall.main)
 
 
+def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from loadtest import report
+
+    parser = commands.add_parser("report", help="a page with pictures of saved results")
+    report.add_arguments(parser)
+    parser.set_defaults(run=report.main)
+
+
 def _bench_engine(arguments: argparse.Namespace) -> int:
     from loadtest.bench_engine import BenchSettings, run_bench
 
@@ -263,7 +271,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench):
+    for add in (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench, _add_report):
         add(commands)
     return parser
 

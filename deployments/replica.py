@@ -29,6 +29,9 @@ from deployments.protocol import (
 from deployments.replica_choice import ReplicaReport, count_tokens
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deployments.engine.stats import EngineObserver
     from deployments.engine.token_stream import Usher
     from deployments.execution.model_executor import ModelExecutor
 
@@ -56,7 +59,8 @@ class EngineReplica:
             from deployments.execution.kv_cache import used_bytes_reader
         clock = WallClock()
         meters = EngineMeters(clock)
-        engine = Engine.build(config.scheduler, config.cache, executor, clock, [meters])
+        observers = [meters, *self._step_logs(config.execution.step_log_dir)]
+        engine = Engine.build(config.scheduler, config.cache, executor, clock, observers)
         self._grammars = PreparedGrammars(executor.grammars)
         self._card = executor.model_card()
         self._thread = EngineThread(engine, clock, stuck_after_s=config.pool.stuck_after_s)
@@ -80,6 +84,11 @@ class EngineReplica:
         )
         self._num_outstanding_tokens = 0
         self._relays = TokenRelays(config.pool.stream_interval_s)
+
+    def _step_logs(self, folder: Path | None) -> list[EngineObserver]:
+        from deployments.engine.step_log_file import StepLogFile
+
+        return [] if folder is None else [StepLogFile(folder / f"{self._name}.jsonl")]
 
     @staticmethod
     def load(config: ServiceConfig) -> ModelExecutor:

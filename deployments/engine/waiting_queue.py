@@ -108,7 +108,7 @@ class WaitingQueue:
         self._classes: dict[int, _PriorityClass] = {}
 
     def __len__(self) -> int:
-        return sum(len(members) for members in self._classes.values())
+        return sum(map(len, self._classes.values()))
 
     def __contains__(self, request: Request) -> bool:
         return request in self._classes.get(request.priority, ())

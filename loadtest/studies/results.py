@@ -1,0 +1,75 @@
+"""Where studies find their traces and keep their results: JSON with the command, date and machine
+that made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+RESULTS_DIR = Path("loadtest/results")
+DEFAULT_TRACES = "../shared/traces"
+
+
+class MissingTrace(ValueError):
+    """A trace that a study needs is not there."""
+
+
+def traces_dir() -> Path:
+    """Where traces lie: $CHUNKSERVE_TRACES, or beside the repository."""
+    return Path(os.environ.get("CHUNKSERVE_TRACES", DEFAULT_TRACES))
+
+
+def find_trace(folder: Path, name: str) -> Path:
+    """The path of a trace.
+
+    Raises:
+        MissingTrace: it is not there.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise MissingTrace(
+            f"{path} is missing: give the folder of the traces with --traces or $CHUNKSERVE_TRACES"
+        )
+    return path
+
+
+def add_common_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Where to read from and where to write to."""
+    parser.add_argument("--traces", type=Path, default=traces_dir(), help="folder of the traces")
+    parser.add_argument(
+        "--save-result", type=Path, default=RESULTS_DIR / f"{name}.json", help="the result's file"
+    )
+
+
+def keep_result(path: Path, command: str, figures: Mapping[str, Any]) -> None:
+    """Write figures with what made them, and print them."""
+    result = {
+        "command": command,
+        "date": date.today().isoformat(),
+        "machine": describe_machine(),
+        **figures,
+    }
+    text = json.dumps(result, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def describe_machine() -> str:
+    """Cores, processor, system and Python of this machine."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"{os.cpu_count()} cores, {_processor()}, {platform.system()}, Python {python}"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

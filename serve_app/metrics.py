@@ -187,11 +187,7 @@ class IngressMetrics:
             "Tasks on the event loop; what is left when nothing runs has leaked.",
             registry=registry,
         )
-        self._missing = Gauge(
-            "chunkserve_metrics_replicas_missing",
-            "Replicas that did not answer in time for this page.",
-            registry=registry,
-        )
+        self._missing = _missing_gauge(registry)
 
     def start(self, route: str, priority_class: str, arrived_s: float) -> RequestMeter:
         """A generation begins.
@@ -241,6 +237,14 @@ class IngressMetrics:
             origin = {"deployment": replica.deployment, "replica": replica.replica}
             page.add(replica.text, origin)
         return page.text()
+
+
+def _missing_gauge(registry: CollectorRegistry) -> Gauge:
+    return Gauge(
+        "chunkserve_metrics_replicas_missing",
+        "Replicas that did not answer in time for this page.",
+        registry=registry,
+    )
 
 
 class _Page:

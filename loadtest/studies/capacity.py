@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
 from deployments.config import CacheConfig, SchedulerConfig
 from deployments.execution.cost_model import CostModel
+from loadtest.arrivals import arriving_at, scale_times
+from loadtest.converters import load_trace
 from loadtest.measures import result_json
 from loadtest.policies import POLICIES
 from loadtest.simulate import FleetConfig, simulate
-from loadtest.studies.inputs import Lengths, read_lengths
-from loadtest.studies.results import add_common_arguments, find_trace, keep_result
+from loadtest.studies.results import add_result_argument, keep_result
 from loadtest.trace import TraceRequest
 
 LENGTHS = "sarathi_sharegpt_8k_lengths.csv"
@@ -43,29 +44,12 @@ class Setting:
 STRICT, RELAXED = Setting(0.1, 512), Setting(0.5, 2048)
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Lengths, and when their requests come at one request a second."""
-
-    lengths: Sequence[Lengths]
-    unit_arrivals_s: Sequence[float] = field(repr=False)
-
-    @classmethod
-    def sample(cls, lengths: Sequence[Lengths], num_requests: int, seed: int) -> Workload:
-        """So many of the lengths, in random order, with Poisson arrivals."""
-        rng = random.Random(seed)
-        now_s, arrivals_s = 0.0, []
-        for _ in range(num_requests):
-            now_s += rng.expovariate(1.0)
-            arrivals_s.append(now_s)
-        return cls(rng.sample(list(lengths), num_requests), arrivals_s)
-
-    def at_rate(self, requests_per_s: float) -> list[TraceRequest]:
-        """The same requests, sooner or later."""
-        return [
-            TraceRequest(arrival_s / requests_per_s, *lengths)
-            for arrival_s, lengths in zip(self.unit_arrivals_s, self.lengths, strict=True)
-        ]
+def sample_workload(
+    lengths: Sequence[TraceRequest], num_requests: int, seed: int
+) -> list[TraceRequest]:
+    """So many of the lengths, in random order, with Poisson arrivals of one a second."""
+    sampled = random.Random(seed).sample(list(lengths), num_requests)
+    return arriving_at(sampled, 1.0, seed=seed)
 
 
 def fleet_for(policy: str, cost_model: CostModel, setting: Setting) -> FleetConfig:
@@ -99,9 +83,9 @@ class Pauses:
         return self.p99_tbt_s <= setting.slo_tbt_s and self.median_queued_s <= MAX_QUEUED_S
 
 
-def measure(fleet: FleetConfig, workload: Workload, requests_per_s: float) -> Pauses:
-    """Serve the workload at a rate."""
-    result = simulate(workload.at_rate(requests_per_s), fleet)
+def measure(fleet: FleetConfig, workload: Sequence[TraceRequest], requests_per_s: float) -> Pauses:
+    """Serve the workload, whose rate is one a second, at another rate."""
+    result = simulate(scale_times(workload, 1.0 / requests_per_s), fleet)
     p99_tbt_s = result_json(result.summary)["p99_itl_ms"] / 1e3
     return Pauses(p99_tbt_s, result.queued.percentile(50))
 
@@ -121,7 +105,7 @@ def find_highest_rate(is_served: Callable[[float], bool], most: float) -> float:
 
 
 def find_capacity(
-    policy: str, cost_model: CostModel, setting: Setting, workload: Workload
+    policy: str, cost_model: CostModel, setting: Setting, workload: Sequence[TraceRequest]
 ) -> float:
     """Requests per second that one GPU serves within a setting."""
     fleet = fleet_for(policy, cost_model, setting)
@@ -131,7 +115,7 @@ def find_capacity(
 
 
 def study(
-    cost_model: CostModel, setting: Setting, workloads: Mapping[int, Workload]
+    cost_model: CostModel, setting: Setting, workloads: Mapping[int, Sequence[TraceRequest]]
 ) -> dict[str, Any]:
     """Capacities of all policies in one setting, by the seed of the workload, and what chunking
     gains on each: the geometric mean over the seeds.
@@ -156,7 +140,7 @@ def study(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this study."""
-    add_common_arguments(parser, "capacity")
+    add_result_argument(parser, "capacity")
     parser.add_argument("--cost-model", default="a100-llama3-8b")
     parser.add_argument("--num-requests", type=int, default=2048)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -164,10 +148,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Search all capacities and keep the result."""
-    lengths = read_lengths(find_trace(arguments.traces, LENGTHS))
+    lengths = load_trace(LENGTHS)
     cost_model = CostModel.load(arguments.cost_model)
     num_requests = arguments.num_requests
-    workloads = {seed: Workload.sample(lengths, num_requests, seed) for seed in arguments.seeds}
+    workloads = {seed: sample_workload(lengths, num_requests, seed) for seed in arguments.seeds}
     figures = {
         f"P99 TBT {setting.slo_tbt_s:g} s, budget {setting.token_budget}": study(
             cost_model, setting, workloads

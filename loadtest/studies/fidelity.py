@@ -11,7 +11,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -19,9 +18,10 @@ import numpy as np
 
 from deployments.config import CacheConfig, SchedulerConfig
 from deployments.execution.cost_model import CostModel
+from loadtest.converters import find_trace
 from loadtest.measures import result_json
 from loadtest.simulate import FleetConfig, SimResult, simulate
-from loadtest.studies.results import add_common_arguments, find_trace, keep_result
+from loadtest.studies.results import add_result_argument, keep_result
 from loadtest.trace import TraceRequest
 
 WORKLOAD = "groundtruth/sharegpt300_sps10_lengths_and_prefix16.jsonl"
@@ -53,9 +53,9 @@ RUNS = (
 )
 
 
-def read_workload(folder: Path) -> list[TraceRequest]:
+def read_workload() -> list[TraceRequest]:
     """The requests as they were sent, each in a class of its own."""
-    lines = find_trace(folder, WORKLOAD).read_text(encoding="utf-8").splitlines()
+    lines = find_trace(WORKLOAD).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [
         TraceRequest(
@@ -69,9 +69,9 @@ def read_workload(folder: Path) -> list[TraceRequest]:
     ]
 
 
-def read_measured(folder: Path, run: MeasuredRun) -> dict[str, float]:
+def read_measured(run: MeasuredRun) -> dict[str, float]:
     """What was measured, in milliseconds, under the names of our results."""
-    lines = find_trace(folder, run.path).read_text(encoding="utf-8").splitlines()
+    lines = find_trace(run.path).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     ttft = [row["first_token_ts"] - row["queued_ts"] for row in rows]
     tpot = [
@@ -110,10 +110,10 @@ def simulate_run(
     )
 
 
-def compare(folder: Path, run: MeasuredRun, *, enable_prefix_caching: bool) -> dict[str, Any]:
+def compare(run: MeasuredRun, *, enable_prefix_caching: bool) -> dict[str, Any]:
     """Simulated figures with their errors in percent of what was measured."""
-    result = simulate_run(read_workload(folder), run, enable_prefix_caching=enable_prefix_caching)
-    simulated, measured = result_json(result.summary), read_measured(folder, run)
+    result = simulate_run(read_workload(), run, enable_prefix_caching=enable_prefix_caching)
+    simulated, measured = result_json(result.summary), read_measured(run)
     return {
         "num_steps": result.num_steps,
         "num_preemptions": result.num_preemptions,
@@ -128,14 +128,14 @@ def compare(folder: Path, run: MeasuredRun, *, enable_prefix_caching: bool) -> d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this study."""
-    add_common_arguments(parser, "fidelity")
+    add_result_argument(parser, "fidelity")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Compare all runs, with and without the prefix cache, and keep the result."""
     figures = {
         f"{run.name}, prefix cache {'on' if is_on else 'off'}": compare(
-            arguments.traces, run, enable_prefix_caching=is_on
+            run, enable_prefix_caching=is_on
         )
         for run in RUNS
         for is_on in (False, True)

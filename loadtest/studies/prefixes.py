@@ -8,9 +8,7 @@ is found only where it was computed before.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +17,17 @@ from deployments.engine.block_pool import BlockPool
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.request import Request
 from deployments.execution.cost_model import CostModel
+from loadtest.arrivals import spread_ticks
+from loadtest.converters import load_trace
 from loadtest.measures import result_json
 from loadtest.sim_prompts import PromptMaker
 from loadtest.simulate import ROUTINGS, FleetConfig, simulate
-from loadtest.studies.results import add_common_arguments, find_trace, keep_result
-from loadtest.trace import HASH_BLOCK_TOKENS, TraceRequest, read_trace
+from loadtest.studies.results import add_result_argument, keep_result
+from loadtest.trace import HASH_BLOCK_TOKENS, TraceRequest
 
 TRACE = "mooncake_fast25_conversation_first30min.jsonl"
-TICK_S = 3.0
-"""The trace's timestamps are rounded down to these."""
 CACHE_TOKENS = (256_000, 1_000_000, 5_100_000, None)
 NUM_REPLICAS = 8
-
-
-def spread_ticks(trace: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
-    """The requests of each tick anywhere within it, or all of it would arrive at one instant."""
-    rng = random.Random(seed)
-    spread = [replace(t, timestamp_s=t.timestamp_s + rng.uniform(0.0, TICK_S)) for t in trace]
-    return sorted(spread, key=lambda traced: traced.timestamp_s)
 
 
 def make_requests(trace: Sequence[TraceRequest]) -> list[Request]:
@@ -104,7 +95,6 @@ def by_router(
             "token_hit_rate_pct": round(
                 result.num_cached_tokens / result.num_prompt_tokens * 100, 2
             ),
-            "busy_pct": round(result.utilisation.busy * 100, 1),
             **{name: round(latency[name], 1) for name in ("median_ttft_ms", "p99_ttft_ms")},
         }
     return figures
@@ -112,26 +102,26 @@ def by_router(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this study."""
-    add_common_arguments(parser, "prefixes")
-    parser.add_argument("--trace", type=Path, help="Mooncake JSONL; by default its conversations")
+    add_result_argument(parser, "prefixes")
+    parser.add_argument("--trace", default=TRACE, help="with hash ids; a path or a known name")
     parser.add_argument("--cost-model", default="h100-llama3-8b")
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and random routing")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure both and keep the result."""
-    path = arguments.trace or find_trace(arguments.traces, TRACE)
-    trace = read_trace(path)
+    trace = load_trace(arguments.trace)
     cost_model = CostModel.load(arguments.cost_model)
     figures = {
-        "trace": f"{path.name}, {len(trace)} requests",
+        "trace": f"{Path(arguments.trace).name}, {len(trace)} requests",
         "token_hit_rate_pct_by_cache_size": by_cache_size(trace),
         f"by_router_on_{NUM_REPLICAS}_replicas": by_router(
-            spread_ticks(trace, arguments.seed), cost_model, arguments.seed
+            spread_ticks(trace, seed=arguments.seed), cost_model, arguments.seed
         ),
     }
     command = (
-        f"chunkserve study prefixes --cost-model {arguments.cost_model} --seed {arguments.seed}"
+        f"chunkserve study prefixes --trace {Path(arguments.trace).name} "
+        f"--cost-model {arguments.cost_model} --seed {arguments.seed}"
     )
     keep_result(arguments.save_result, command, figures)
     return 0

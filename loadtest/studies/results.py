@@ -1,6 +1,4 @@
-"""Where studies find their traces and keep their results: JSON with the command, date and machine
-that made it.
-"""
+"""Where studies keep their results: JSON with the command, date and machine that made it."""
 
 from __future__ import annotations
 
@@ -14,35 +12,10 @@ from pathlib import Path
 from typing import Any
 
 RESULTS_DIR = Path("loadtest/results")
-DEFAULT_TRACES = "../shared/traces"
 
 
-class MissingTrace(ValueError):
-    """A trace that a study needs is not there."""
-
-
-def traces_dir() -> Path:
-    """Where traces lie: $CHUNKSERVE_TRACES, or beside the repository."""
-    return Path(os.environ.get("CHUNKSERVE_TRACES", DEFAULT_TRACES))
-
-
-def find_trace(folder: Path, name: str) -> Path:
-    """The path of a trace.
-
-    Raises:
-        MissingTrace: it is not there.
-    """
-    path = folder / name
-    if not path.is_file():
-        raise MissingTrace(
-            f"{path} is missing: give the folder of the traces with --traces or $CHUNKSERVE_TRACES"
-        )
-    return path
-
-
-def add_common_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """Where to read from and where to write to."""
-    parser.add_argument("--traces", type=Path, default=traces_dir(), help="folder of the traces")
+def add_result_argument(parser: argparse.ArgumentParser, name: str) -> None:
+    """Where to write to."""
     parser.add_argument(
         "--save-result", type=Path, default=RESULTS_DIR / f"{name}.json", help="the result's file"
     )

@@ -46,6 +46,8 @@ def draw_all(runs: Sequence[Run]) -> list[Chart]:
         _over_time(runs, "waiting", "Requests waiting in a replica (mean)", _steps("num_waiting")),
         _over_time(runs, "kv", "KV cache in use, % (mean)", _steps("kv_use", 100.0)),
         *(_composition(run, number) for number, run in enumerate(runs)),
+        *(_by_replicas(run, number, "ttft") for number, run in enumerate(runs)),
+        *(_by_replicas(run, number, "itl") for number, run in enumerate(runs)),
         _sweep(runs, "ttft", "P99 time to first token by rate"),
         _sweep(runs, "itl", "P99 gap between tokens by rate"),
     ]
@@ -123,6 +125,26 @@ def _sweep(runs: Sequence[Run], metric: str, title: str) -> Chart | None:
     _write_plainly(axes.yaxis)
     _mark_bounds(axes.axhline, runs, metric)
     return _chart(figure, axes, f"rate_{metric}", title)
+
+
+def _by_replicas(run: Run, number: int, metric: str) -> Chart | None:
+    """What a plan tried: a line for each step budget."""
+    key = f"p99_{metric}_ms"
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for trial in run.result.get("trials") or ():
+        if trial.get(key) is not None:
+            name = f"budget {trial['max_num_batched_tokens']}, chunk {trial['chunk_size']}"
+            lines.setdefault(name, []).append((trial["num_replicas"], max(trial[key], 0.01)))
+    if not lines:
+        return None
+    title = f"P99 {metric.upper()} by number of GPUs: {run.label}"
+    figure, axes = _canvas(title, "GPUs", "ms")
+    for place, (name, points) in enumerate(lines.items()):
+        axes.plot(*zip(*sorted(points), strict=True), "o-", color=_colour(place), label=name)
+    axes.set_yscale("log")
+    _write_plainly(axes.yaxis)
+    _mark_bounds(axes.axhline, [run], metric)
+    return _chart(figure, axes, f"replicas_{metric}_{number}", title)
 
 
 # --- what is drawn over time ----------------------------------------------------------------------

@@ -75,8 +75,11 @@ def find_plan(run: Run, settings: Sequence[Setting], least: int, most: int) -> P
     search = _Search(run, least)
     best: Trial | None = None
     for setting in settings:
-        # With as many as the best so far it may have more to spare; with more it cannot win.
-        found = search.find_fewest(setting, most if best is None else best.num_replicas)
+        if best is None:
+            found = search.find_fewest(setting, most)
+        else:
+            # With as many it may have more to spare; with more it cannot win.
+            found = search.find_fewer(setting, best.num_replicas)
         if found is not None and (best is None or _order(found) < _order(best)):
             best = found
     return Plan(best, tuple(search.trials))
@@ -93,13 +96,29 @@ class _Search:
         self.trials: list[Trial] = []
 
     def find_fewest(self, setting: Setting, most: int) -> Trial | None:
-        """Bisect between a number that serves the load and one that does not."""
+        """Of at most `most`; half of them is tried first."""
+        best = self._try(setting, most)
+        return self._bisect(best, self._least - 1) if best.meets_slo else None
+
+    def find_fewer(self, setting: Setting, most: int) -> Trial | None:
+        """The same, where the answer is `most` or hardly less: one fewer is tried first, then two
+        fewer than that, four, …
+        """
         best = self._try(setting, most)
         if not best.meets_slo:
             return None
-        too_few = self._least - 1
+        stride = 1
+        while best.num_replicas > self._least:
+            trial = self._try(setting, max(self._least, best.num_replicas - stride))
+            if not trial.meets_slo:
+                return self._bisect(best, trial.num_replicas)
+            best, stride = trial, stride * 2
+        return best
+
+    def _bisect(self, best: Trial, too_few: int) -> Trial:
+        """Between a number that serves the load and one that does not."""
         while best.num_replicas - too_few > 1:
-            trial = self._try(setting, (best.num_replicas + too_few) // 2)
+            trial = self._try(best.setting, (best.num_replicas + too_few) // 2)
             if trial.meets_slo:
                 best = trial
             else:

@@ -39,6 +39,14 @@ FIGURES = (
     ("median_e2el_ms", "E2E P50, ms", "{:,.0f}"),
     ("p99_e2el_ms", "E2E P99, ms", "{:,.0f}"),
     ("p99_lag_ms", "client lag P99, ms", "{:,.1f}"),
+    ("num_replicas", "GPUs", "{:,.0f}"),
+    ("max_num_batched_tokens", "max_num_batched_tokens", "{:.0f}"),
+    ("chunk_size", "chunk_size", "{:.0f}"),
+    ("gpu_utilization", "GPUs busy", "{:.0%}"),
+    ("gpu_utilization_prefill", "of it in prefill", "{:.0%}"),
+    ("gpu_utilization_decode", "of it in decode", "{:.0%}"),
+    ("cost_per_hour", "cost per hour", "{:,.2f}"),
+    ("cost_per_million_output_tokens", "cost per million output tokens", "{:,.2f}"),
 )
 """Key of the result, what the table calls it, how it is written."""
 ORIGIN = ("date", "machine", "command")
@@ -70,12 +78,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             result = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ReportError(f"{path}: cannot be read as a result ({error})") from error
-        if not isinstance(result, dict) or not ({"completed", "sweep"} & set(result)):
+        parts = result.get("pools", [result]) if isinstance(result, dict) else []
+        if not parts or not all({"completed", "sweep"} & set(part) for part in parts):
             raise ReportError(
                 f"{path}: is no result of bench load, simulate or plan; give a file that "
                 "--save-result wrote"
             )
-        runs.append(Run(str(result.get("label") or path.stem), result))
+        runs += [Run(str(part.get("label") or path.stem), part) for part in parts]
     return runs
 
 

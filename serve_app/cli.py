@@ -239,12 +239,16 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     stall.set_defaults(run=bench_stall.main)
 
 
-def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from loadtest import report
+def _add_load_tests(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from loadtest import plan, report
 
-    parser = commands.add_parser("report", help="a page with pictures of saved results")
-    report.add_arguments(parser)
-    parser.set_defaults(run=report.main)
+    for name, module, text in (
+        ("plan", plan, "how many GPUs serve a trace within an SLO"),
+        ("report", report, "a page with pictures of saved results"),
+    ):
+        parser = commands.add_parser(name, help=text)
+        module.add_arguments(parser)
+        parser.set_defaults(run=module.main)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:
@@ -271,7 +275,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench, _add_report):
+    for add in (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench, _add_load_tests):
         add(commands)
     return parser
 

@@ -213,7 +213,7 @@ def _write_plainly(axis: Axis) -> None:
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     axis.set_major_formatter(plain)
     low, high = axis.get_view_interval()
-    if high / max(low, 1e-9) < 20:
+    if high / max(low, 1e-9) < 8:
         axis.set_minor_formatter(plain)
     else:
         axis.set_minor_formatter(FuncFormatter(lambda _value, _: ""))

@@ -18,6 +18,7 @@ from typing import Any
 from loadtest.client import Target
 from loadtest.measures import Slo
 from loadtest.send_times import RampStrategy, RampUp
+from loadtest.synthetic import LengthRange, Mix, parse_priorities
 
 DEFAULT_NUM_PROMPTS = 1000
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -38,7 +39,9 @@ class Dataset(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSettings:
-    """What is sent. `num_prompts` None: all of a trace, or DEFAULT_NUM_PROMPTS."""
+    """What is sent. `num_prompts` None: all of a file, or DEFAULT_NUM_PROMPTS. `tick_s`: the clock
+    of the trace ticks so coarsely that its requests are spread over each tick.
+    """
 
     dataset: Dataset
     path: Path | None
@@ -46,6 +49,8 @@ class WorkloadSettings:
     input_len: int
     output_len: int
     range_ratio: float
+    mix: Mix
+    tick_s: float | None
     time_scale: float
     length_scale: float
     tokenizer: str | None
@@ -110,7 +115,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model", help="by default the first that the server serves")
     group.add_argument("--ignore-eos", action="store_true", help="answers of full length")
-    group.add_argument("--extra-body", type=_json_object, default={}, help="JSON for each body")
+    group.add_argument("--extra-body", default="{}", help="JSON object, added to each body")
     group.add_argument("--timeout-s", type=float, default=3600.0, help="of one request")
 
 
@@ -129,12 +134,43 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share"
     )
+    _add_mix_arguments(group)
+    group.add_argument(
+        "--trace-tick-s",
+        type=float,
+        help="spread requests of equal times over so many seconds (Mooncake's clock: 3)",
+    )
     group.add_argument("--time-scale", type=float, default=1.0, help="of a trace's times")
     group.add_argument("--length-scale", type=float, default=1.0, help="of a trace's lengths")
     group.add_argument(
         "--tokenizer", help="folder or file; prompts then have exactly their length in tokens"
     )
     group.add_argument("--seed", type=int, default=0, help="of lengths, prompts and send times")
+
+
+def _add_mix_arguments(group: argparse._ArgumentGroup) -> None:
+    # Read by `_mix_of`: what is wrong with a text is then one line, without the usage.
+    group.add_argument("--mix-short", default="64-512", help="tokens of short prompts")
+    group.add_argument("--mix-long", default="2048-8192", help="tokens of long prompts")
+    group.add_argument("--mix-long-share", type=float, default=0.1, help="of all prompts")
+    group.add_argument("--mix-output", default="16-256", help="tokens of answers")
+    group.add_argument("--mix-prefixes", type=int, default=0, help="different shared beginnings")
+    group.add_argument("--mix-prefix-blocks", type=int, default=1, help="of 512 tokens, each")
+    group.add_argument("--mix-prefix-share", type=float, default=1.0, help="of prompts with one")
+    group.add_argument("--mix-priorities", default="0:1", help="weights, as in 0:1,1:4")
+
+
+def _mix_of(arguments: argparse.Namespace) -> Mix:
+    return Mix(
+        short=LengthRange.parse(arguments.mix_short),
+        long=LengthRange.parse(arguments.mix_long),
+        long_share=arguments.mix_long_share,
+        output=LengthRange.parse(arguments.mix_output),
+        num_prefixes=arguments.mix_prefixes,
+        prefix_blocks=arguments.mix_prefix_blocks,
+        prefix_share=arguments.mix_prefix_share,
+        priorities=parse_priorities(arguments.mix_priorities),
+    )
 
 
 def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,8 +193,8 @@ def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("result")
-    group.add_argument("--percentile-metrics", type=_names, default=("ttft", "tpot", "itl", "e2el"))
-    group.add_argument("--metric-percentiles", type=_numbers, default=(50.0, 90.0, 99.0))
+    group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el")
+    group.add_argument("--metric-percentiles", default="50,90,99")
     group.add_argument(
         "--goodput", nargs="+", default=[], metavar="KEY:MS", help="SLO, as in ttft:300 tpot:50"
     )
@@ -197,13 +233,17 @@ def settings_of(arguments: argparse.Namespace) -> LoadSettings:
 
 
 def target_of(arguments: argparse.Namespace) -> Target:
-    """The target, whose model the server is yet to confirm."""
+    """The target, whose model the server is yet to confirm.
+
+    Raises:
+        ArgumentsError: the extra body is no JSON object.
+    """
     return Target(
         base_url=arguments.base_url,
         endpoint="/" + arguments.endpoint.lstrip("/"),
         model=arguments.model or "",
         api_key=os.environ.get(API_KEY_VARIABLE),
-        extra_body=arguments.extra_body,
+        extra_body=_json_object(arguments.extra_body),
         ignores_eos=arguments.ignore_eos,
         timeout_s=arguments.timeout_s,
     )
@@ -214,6 +254,7 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
 
     Raises:
         ArgumentsError: a dataset lacks its file.
+        TraceError: no mix is of these shares.
     """
     dataset = Dataset(arguments.dataset_name)
     if dataset in (Dataset.TRACE, Dataset.LENGTHS) and arguments.dataset_path is None:
@@ -225,6 +266,8 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
         input_len=arguments.random_input_len,
         output_len=arguments.random_output_len,
         range_ratio=arguments.random_range_ratio,
+        mix=_mix_of(arguments),
+        tick_s=arguments.trace_tick_s,
         time_scale=arguments.time_scale,
         length_scale=arguments.length_scale,
         tokenizer=arguments.tokenizer,
@@ -274,8 +317,8 @@ def _result_of(arguments: argparse.Namespace) -> ResultSettings:
             raise ArgumentsError(f"--metadata takes KEY=VALUE, not {key!r}")
     return ResultSettings(
         slo=Slo.parse(arguments.goodput),
-        metrics=arguments.percentile_metrics,
-        percentiles=arguments.metric_percentiles,
+        metrics=_names(arguments.percentile_metrics),
+        percentiles=_numbers(arguments.metric_percentiles),
         is_saved=arguments.save_result or arguments.save_detailed,
         is_detailed=arguments.save_detailed,
         directory=arguments.result_dir,
@@ -290,11 +333,17 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(number) for number in _names(text))
+    try:
+        return tuple(float(number) for number in _names(text))
+    except ValueError as error:
+        raise ArgumentsError(f"--metric-percentiles takes numbers, not {text!r}") from error
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("a JSON object is wanted")
+        raise ArgumentsError(f"--extra-body takes a JSON object, not {text!r}")
     return value

@@ -23,6 +23,7 @@ Json = dict[str, Any]
 _COUNTING = {
     TokenCount.USAGE: "by the usage that came with each event",
     TokenCount.LOGPROBS: "by the logprobs of each event",
+    TokenCount.CONFIRMED_EVENTS: "one a stream event, as many as the answer's usage says",
     TokenCount.SCALED_EVENTS: "by the answer's usage, spread evenly over its events: an estimate",
     TokenCount.EVENTS: "one a stream event: the server told no counts",
 }
@@ -125,7 +126,7 @@ def table_of(result: Mapping[str, Any], settings: ResultSettings) -> str:
 def _totals(result: Mapping[str, Any]) -> list[tuple[str, object]]:
     goodput = result["request_goodput"]
     state = "interrupted after" if result["interrupted"] else "duration"
-    slo = ", ".join(result["slo"]) or "no SLO"
+    slo = " ".join(result["slo"])
     return [
         (state, f"{result['duration']:.2f} s"),
         ("completed / failed", f"{result['completed']} / {result['failed']}"),
@@ -133,7 +134,7 @@ def _totals(result: Mapping[str, Any]) -> list[tuple[str, object]]:
         ("  from the prefix cache", f"{result['total_cached_tokens']}"),
         ("output tokens", f"{result['total_output_tokens']}"),
         ("requests/s", f"{result['request_throughput']:.3f}"),
-        (f"goodput ({slo})", "-" if goodput is None else f"{goodput:.3f} requests/s"),
+        ("goodput", "-" if goodput is None else f"{goodput:.3f} requests/s within {slo} (ms)"),
         ("output tokens/s", f"{result['output_throughput']:.1f}"),
         ("all tokens/s", f"{result['total_token_throughput']:.1f}"),
     ]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
+from itertools import count, islice
 from typing import Protocol
 
 from loadtest.client import Ask
@@ -25,7 +25,7 @@ class WorkloadError(ValueError):
     """A workload that cannot be made; the message is one line and says what to change."""
 
 
-class PromptMaker(Protocol):
+class Prompts(Protocol):
     """Makes prompts of wanted lengths."""
 
     def prompt(self, request: TraceRequest, number: int) -> str | Sequence[int]:
@@ -109,27 +109,6 @@ def first_requests(requests: Sequence[TraceRequest], num_prompts: int | None) ->
     return list(islice(requests, num_prompts))
 
 
-def scaled(
-    requests: Iterable[TraceRequest], time_scale: float, length_scale: float
-) -> list[TraceRequest]:
-    """The requests with their times and lengths multiplied; lengths stay at least 1.
-
-    Raises:
-        WorkloadError: a scale that is not above 0.
-    """
-    if not (time_scale > 0.0 and length_scale > 0.0):
-        raise WorkloadError("--time-scale and --length-scale must be above 0")
-    return [
-        replace(
-            request,
-            timestamp_s=request.timestamp_s * time_scale,
-            input_length=max(1, round(request.input_length * length_scale)),
-            output_length=max(1, round(request.output_length * length_scale)),
-        )
-        for request in requests
-    ]
-
-
 def own_times(requests: Collection[TraceRequest]) -> Iterator[float]:
     """When each request of a trace is due: seconds after the first one."""
     first_s = next(iter(requests)).timestamp_s
@@ -137,10 +116,20 @@ def own_times(requests: Collection[TraceRequest]) -> Iterator[float]:
 
 
 def plan_requests(
-    requests: Iterable[TraceRequest], prompts: PromptMaker, times_s: Iterable[float | None]
+    requests: Iterable[TraceRequest],
+    prompts: Prompts,
+    times_s: Iterable[float | None],
+    numbers: Iterable[int] | None = None,
 ) -> Iterator[PlannedRequest]:
-    """One request after the other, its prompt made when it is asked for."""
-    for number, (request, due_s) in enumerate(zip(requests, times_s, strict=False)):
-        prompt = prompts.prompt(request, number)
-        ask = Ask(prompt, request.output_length, request.priority)
+    """One request after the other, its prompt made when it is asked for.
+
+    Args:
+        requests: their lengths and priorities.
+        prompts: make their words.
+        times_s: when they are due, from the start of the run; None: as soon as there is room.
+        numbers: of the prompts; by default from 0 on.
+    """
+    numbered = zip(count() if numbers is None else numbers, requests, times_s, strict=False)
+    for number, request, due_s in numbered:
+        ask = Ask(prompts.prompt(request, number), request.output_length, request.priority)
         yield PlannedRequest(ask, request.input_length, due_s)

@@ -42,6 +42,8 @@ class TokenCount(Enum):
     """Each event told the number of tokens up to it (`continuous_usage_stats`)."""
     LOGPROBS = "logprobs"
     """Each event had one logprob a token."""
+    CONFIRMED_EVENTS = "confirmed_events"
+    """The whole answer's usage has as many tokens as there were events."""
     SCALED_EVENTS = "scaled_events"
     """Only the whole answer's usage is known: its tokens are spread evenly over the events."""
     EVENTS = "events"
@@ -216,9 +218,11 @@ def _count_tokens(events: list[_Event], num_in_all: int | None) -> tuple[list[in
     if counts and all(count is not None for count in counts):
         return [event.num_logprobs or 0 for event in events], TokenCount.LOGPROBS
     ones = [int(event.has_text) for event in events]
-    if num_in_all and any(ones) and num_in_all != sum(ones):
-        return _spread(ones, num_in_all), TokenCount.SCALED_EVENTS
-    return ones, TokenCount.EVENTS
+    if not num_in_all or not any(ones):
+        return ones, TokenCount.EVENTS
+    if num_in_all == sum(ones):
+        return ones, TokenCount.CONFIRMED_EVENTS
+    return _spread(ones, num_in_all), TokenCount.SCALED_EVENTS
 
 
 def _spread(ones: list[int], num_tokens: int) -> list[int]:

@@ -47,7 +47,7 @@ _LAST_TOKENS = {is_chat: _event(is_chat, "length") for is_chat in (False, True)}
 
 
 def _end(num_tokens: int) -> bytes:
-    usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": num_tokens}}
+    usage = {"choices": [], "usage": {"completion_tokens": num_tokens}}
     end = b"data: " + orjson.dumps(usage) + b"\n\ndata: [DONE]\n\n"
     return _chunk(end) + b"0\r\n\r\n"
 

@@ -222,7 +222,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
-    from loadtest import bench_serve, bench_soak, bench_stall
+    from loadtest import bench_ceiling, bench_load, bench_serve, bench_soak, bench_stall
 
     served = kinds.add_parser(
         "serve", help="the HTTP service without a model, beside a bare Serve application"
@@ -237,6 +237,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     stall = kinds.add_parser("stall", help="what huge prompts do to the streams beside them")
     bench_stall.add_arguments(stall)
     stall.set_defaults(run=bench_stall.main)
+    load = kinds.add_parser(
+        "load", help="latencies of any OpenAI-compatible server, with the flags of vllm bench serve"
+    )
+    bench_load.add_arguments(load)
+    load.set_defaults(run=bench_load.main)
+    ceiling = kinds.add_parser("ceiling", help="how much the load client itself can receive")
+    bench_ceiling.add_arguments(ceiling)
+    ceiling.set_defaults(run=bench_ceiling.main)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:

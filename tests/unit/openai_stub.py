@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from threading import Thread
 from typing import Any
 
 from aiohttp import web
@@ -64,3 +67,25 @@ async def serving(
     app.router.add_post("/v1/chat/completions", complete)
     async with TestServer(app) as server:
         yield str(server.make_url("")).rstrip("/")
+
+
+@contextmanager
+def serving_in_thread(complete: Handler = complete, models: Handler = list_models) -> Iterator[str]:
+    """The same beside a caller that runs a loop of its own, such as a command."""
+    started: Future[str] = Future()
+    left = asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with serving(complete, models) as url:
+            started.set_result(url)
+            await left.wait()
+
+    thread = Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        yield started.result(timeout=10.0)
+    finally:
+        loop.call_soon_threadsafe(left.set)
+        thread.join()
+        loop.close()

@@ -11,7 +11,6 @@ from loadtest.load_workload import (
     first_requests,
     own_times,
     plan_requests,
-    scaled,
 )
 from loadtest.trace import TraceRequest
 
@@ -45,21 +44,12 @@ def test_a_plan_holds_what_the_trace_says() -> None:
     assert [(p.ask.max_tokens, p.ask.priority) for p in planned] == [(10, 1), (1, 0)]
 
 
-def test_scales_multiply_times_and_lengths() -> None:
-    """A scaled trace has requests of no tokens, or times that were not scaled."""
-    first, second = scaled(TRACE, time_scale=0.5, length_scale=0.1)
-    assert first == TraceRequest(2.5, 10, 1, priority=1)
-    assert second == TraceRequest(3.5, 1, 1)
-
-
 def test_what_makes_no_workload_is_refused() -> None:
     """A load of nothing is run, or ends in a traceback."""
     assert first_requests(TRACE, None) == TRACE and first_requests(TRACE, 1) == TRACE[:1]
     for num_prompts in (0, 3):
         with pytest.raises(WorkloadError, match="has 2 requests"):
             first_requests(TRACE, num_prompts)
-    with pytest.raises(WorkloadError, match="scale"):
-        scaled(TRACE, 0.0, 1.0)
     for bad in ((0, 1, 1, 0.0), (1, 0, 1, 0.0), (1, 1, 1, 1.0)):
         with pytest.raises(WorkloadError):
             RandomLengths(*bad)

@@ -79,8 +79,10 @@ def test_a_last_usage_is_spread_over_the_events(num_tokens: int, times_s: list[f
     events = [text_event("ab") for _ in range(3)]
     answer = read(*events, {"choices": [], "usage": usage(num_tokens)}, b"[DONE]")
     assert list(answer.token_times_s) == times_s
-    is_scaled = num_tokens != 3
-    assert answer.counted_by is (TokenCount.SCALED_EVENTS if is_scaled else TokenCount.EVENTS)
+    is_confirmed = num_tokens == 3
+    assert answer.counted_by is (
+        TokenCount.CONFIRMED_EVENTS if is_confirmed else TokenCount.SCALED_EVENTS
+    )
 
 
 def test_chats_open_with_a_role_that_is_no_token() -> None:

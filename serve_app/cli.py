@@ -222,7 +222,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
-    from loadtest import bench_ceiling, bench_load, bench_serve, bench_soak, bench_stall
+    from loadtest import (
+        bench_capacity,
+        bench_ceiling,
+        bench_load,
+        bench_serve,
+        bench_soak,
+        bench_stall,
+    )
 
     served = kinds.add_parser(
         "serve", help="the HTTP service without a model, beside a bare Serve application"
@@ -242,6 +249,11 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     bench_load.add_arguments(load)
     load.set_defaults(run=bench_load.main)
+    capacity = kinds.add_parser(
+        "capacity", help="the highest request rate that a server sustains under an SLO"
+    )
+    bench_capacity.add_arguments(capacity)
+    capacity.set_defaults(run=bench_capacity.main)
     ceiling = kinds.add_parser("ceiling", help="how much the load client itself can receive")
     bench_ceiling.add_arguments(ceiling)
     ceiling.set_defaults(run=bench_ceiling.main)

@@ -96,6 +96,8 @@ RULES = (
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),
     # Applications without a model: a composition root like `serve_app.app`.
     Rule("loadtest.stub_app", ("deployments", "serve_app", "loadtest")),
+    # A served model's name stands for its tokenizer too, also where that is made from a GGUF file.
+    Rule("loadtest.tokenizer_source", ("loadtest", "deployments.execution.model_source", *CORE)),
     Rule(
         "loadtest*",
         (

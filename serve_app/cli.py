@@ -223,7 +223,14 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
-    from loadtest import bench_serve, bench_soak, bench_stall
+    from loadtest import (
+        bench_capacity,
+        bench_ceiling,
+        bench_load,
+        bench_serve,
+        bench_soak,
+        bench_stall,
+    )
 
     _add_modules(
         kinds,
@@ -237,6 +244,15 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                 "many streams, a third of whose clients leave: is anything lost or kept?",
             ),
             "stall": (bench_stall, "what huge prompts do to the streams beside them"),
+            "load": (
+                bench_load,
+                "latencies of any OpenAI-compatible server, with the flags of vllm bench serve",
+            ),
+            "capacity": (
+                bench_capacity,
+                "the highest request rate that a server sustains under an SLO",
+            ),
+            "ceiling": (bench_ceiling, "how much the load client itself can receive"),
         },
     )
 

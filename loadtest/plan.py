@@ -15,20 +15,19 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from deployments.config import CacheConfig, SchedulerConfig
 from deployments.execution.cost_model import CostModel
-from loadtest.arrivals import arriving_at, scale_times, within
-from loadtest.converters import open_trace
+from loadtest.arrivals import within
 from loadtest.measures import METRICS, Slo, Summary, result_json
 from loadtest.planning import Plan, PlanningError, Setting, Trial, find_plan
+from loadtest.provenance import origin
 from loadtest.report import write_report
 from loadtest.report_data import Run, report_section
+from loadtest.sim_command import add_trace_arguments, read_requests
 from loadtest.simulate import FleetConfig, SimResult, simulate
-from loadtest.studies.results import describe_machine
 from loadtest.trace import TraceRequest
 
 Json = dict[str, Any]
@@ -182,11 +181,10 @@ def _ms(value: float | None) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this command."""
     parser.add_argument("--trace", required=True, help="a trace or a table of lengths")
+    add_trace_arguments(parser.add_argument_group("the trace"))
     parser.add_argument("--cost-model", default="h100-llama3-8b", help="a name or a file")
     parser.add_argument("--slo", nargs="+", default=["ttft:300", "itl:50"], help="NAME:MS ...")
     parser.add_argument("--percentile", type=float, default=99.0, help="that keeps the SLO")
-    parser.add_argument("--request-rate", type=float, help="Poisson arrivals instead of its own")
-    parser.add_argument("--time-scale", type=float, default=1.0, help="2: half as fast")
     parser.add_argument("--seconds", type=float, help="no more than the first of the trace")
     parser.add_argument(
         "--budgets", default="2048,1024,4096,512", help="max_num_batched_tokens to try"
@@ -211,15 +209,10 @@ def main(arguments: argparse.Namespace) -> int:
         PoolPlanner(_question(part, slo, arguments), name).plan()
         for name, part in _pools_of(trace).items()
     ]
-    origin = {
-        "date": date.today().isoformat(),
-        "machine": describe_machine(),
-        "command": _command_of(),
-    }
-    pools = [pool | origin for pool in pools]
+    pools = [pool | origin() for pool in pools]
     print(table_of(pools))
     if arguments.save_result:
-        text = json.dumps({**origin, "pools": pools}, indent=1)
+        text = json.dumps({**origin(), "pools": pools}, indent=1)
         arguments.save_result.parent.mkdir(parents=True, exist_ok=True)
         arguments.save_result.write_text(text + "\n", encoding="utf-8")
     if arguments.output:
@@ -229,13 +222,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
-    loaded = open_trace(arguments.trace)
-    requests = loaded.requests
-    if arguments.request_rate is not None:
-        requests = arriving_at(requests, arguments.request_rate, seed=arguments.seed)
-    elif not loaded.has_arrivals:
-        raise PlanningError(f"{arguments.trace} has no arrivals: give --request-rate")
-    requests = scale_times(requests, arguments.time_scale)
+    requests = read_requests(arguments)
     return requests if arguments.seconds is None else within(requests, 0.0, arguments.seconds)
 
 
@@ -276,7 +263,3 @@ def _settings_of(budgets: str, max_num_seqs: int) -> list[Setting]:
         if size <= max_num_seqs:
             raise PlanningError(f"a budget of {size} must be above --max-num-seqs {max_num_seqs}")
     return [Setting(size, chunk) for size in sizes for chunk in (size, size // 2)]
-
-
-def _command_of() -> str:
-    return " ".join(["chunkserve", *sys.argv[1:]])

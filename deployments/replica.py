@@ -4,12 +4,13 @@ purpose.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
 from ray import serve
 
@@ -71,6 +72,11 @@ class EngineReplica:
                 has_prefix_cache=config.cache.enable_prefix_caching,
                 find_used_bytes=used_bytes_reader(executor.device),
             )
+        )
+        self._num_tasks = Gauge(
+            "chunkserve_asyncio_tasks",
+            "Tasks on the event loop; what is left when nothing runs has leaked.",
+            registry=self._registry,
         )
         self._thread.start()
         self._num_cacheable_blocks = (
@@ -146,6 +152,7 @@ class EngineReplica:
 
     async def metrics(self) -> ReplicaMetrics:
         """Its page for Prometheus, at this moment."""
+        self._num_tasks.set(len(asyncio.all_tasks()))
         this = serve.get_replica_context().replica_id
         return ReplicaMetrics(
             deployment=this.deployment_id.name,

@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,7 +21,8 @@ from loadtest.arrivals import arriving_at, scale_lengths, scale_times, spread_ti
 from loadtest.converters import open_trace
 from loadtest.measures import DEFINITIONS, Slo, result_json
 from loadtest.policies import POLICIES
-from loadtest.sim_watch import StepSample
+from loadtest.provenance import origin
+from loadtest.report_data import report_section
 from loadtest.simulate import ROUTINGS, FleetConfig, SimResult, SimulationError, simulate
 from loadtest.trace import TraceRequest
 
@@ -52,12 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--routing", choices=ROUTINGS, default="prefix")
     parser.add_argument("--slo", nargs="+", default=[], help="of a good request: ttft:300 itl:50")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-result", type=Path, help="write the result and its steps as JSON")
-    _add_trace_arguments(parser.add_argument_group("the trace"))
+    parser.add_argument("--save-result", type=Path, help="write it as JSON, for reports")
+    parser.add_argument("--label", help="what reports call it; else the file's name")
+    add_trace_arguments(parser.add_argument_group("the trace"))
     _add_replica_arguments(parser.add_argument_group("a replica"))
 
 
-def _add_trace_arguments(group: argparse._ArgumentGroup) -> None:
+def add_trace_arguments(group: argparse._ArgumentGroup) -> None:
+    """How `read_requests` changes the trace."""
     group.add_argument("--num-prompts", type=int, help="its first requests alone")
     group.add_argument("--request-rate", type=float, help="new arrivals, so many a second")
     group.add_argument("--burstiness", type=float, default=1.0, help="of them; 1 is Poisson")
@@ -86,7 +88,7 @@ def main(arguments: argparse.Namespace) -> int:
     if result.is_saturated:
         print(saturation_warning(result), file=sys.stderr)
     if arguments.save_result is not None:
-        saved = {"date": date.today().isoformat(), **sim_result_json(result, fleet)}
+        saved = {**origin(), "label": arguments.label, **sim_result_json(result, fleet)}
         arguments.save_result.write_text(json.dumps(saved) + "\n", encoding="utf-8")
         print(f"saved to {arguments.save_result}")
     return 0
@@ -188,7 +190,6 @@ def saturation_warning(result: SimResult) -> str:
 
 def sim_result_json(result: SimResult, fleet: FleetConfig) -> dict[str, Any]:
     """The whole result: the client's keys, and what only a simulation knows."""
-    columns = zip(*result.steps, strict=True)
     return {
         **result_json(result.summary, percentiles=PERCENTILES),
         "cost_model": fleet.cost_model.name,
@@ -200,10 +201,11 @@ def sim_result_json(result: SimResult, fleet: FleetConfig) -> dict[str, Any]:
         "seed": fleet.seed,
         "is_saturated": result.is_saturated,
         "utilisation": asdict(result.utilisation),
+        "gpu_utilization": result.utilisation.busy,
+        "gpu_utilization_prefill": result.utilisation.prefill,
+        "gpu_utilization_decode": result.utilisation.decode,
         "median_queued_ms": result.queued.percentile(50) * 1e3 if result.queued.count else None,
         "num_steps": result.num_steps,
         "num_preemptions": result.num_preemptions,
-        "steps": {
-            name: list(column) for name, column in zip(StepSample._fields, columns, strict=True)
-        },
+        "report": report_section(result.summary, result.timeline, result.steps),
     }

@@ -35,6 +35,7 @@ from loadtest.sim_watch import (
     StepSeries,
     Utilisation,
 )
+from loadtest.timeline import Timeline, TimelineCounts
 from loadtest.trace import HASH_BLOCK_TOKENS, TraceRequest
 
 MAX_TREND_SAMPLES = 2048
@@ -87,6 +88,7 @@ class SimResult:
     utilisation: Utilisation
     queued: Distribution
     """Seconds from arrival to first step, of each request that had one."""
+    timeline: TimelineCounts
     steps: Sequence[StepSample]
     num_steps: int
     num_preemptions: int
@@ -164,6 +166,7 @@ class _Run:
         self._busy = BusyTime(until_s=trace[-1].timestamp_s)
         self._trend = QueueTrend(config.num_replicas)
         self._measures = Measures(config.slo)
+        self._timeline = Timeline(start_s=trace[0].timestamp_s)
         self._queued = Distribution()
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -190,6 +193,7 @@ class _Run:
             duration_s=end_s - start_s,
             utilisation=self._busy.shares(start_s, self._config.num_replicas),
             queued=self._queued,
+            timeline=self._timeline.counts(),
             steps=self._series.samples,
             num_steps=self._series.num_steps,
             num_preemptions=sum(each.num_preemptions for each in stats),
@@ -200,6 +204,7 @@ class _Run:
 
     def _end(self, ended: EndedRequest) -> None:
         self._measures.add(ended.record)
+        self._timeline.add(ended.record)
         self._on_record(ended.record)
         if ended.queued_s is not None:
             self._queued.add(ended.queued_s)

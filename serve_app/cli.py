@@ -11,9 +11,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deployments.config import ConfigError, ServiceConfig, load_service_config
 from deployments.execution.startup import made_to_stay
@@ -223,35 +223,66 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
-    from loadtest import bench_serve, bench_soak, bench_stall
-
-    served = kinds.add_parser(
-        "serve", help="the HTTP service without a model, beside a bare Serve application"
+    from loadtest import (
+        bench_capacity,
+        bench_ceiling,
+        bench_load,
+        bench_serve,
+        bench_soak,
+        bench_stall,
     )
-    bench_serve.add_arguments(served)
-    served.set_defaults(run=bench_serve.main)
-    soak = kinds.add_parser(
-        "soak", help="many streams, a third of whose clients leave: is anything lost or kept?"
+
+    _add_modules(
+        kinds,
+        {
+            "serve": (
+                bench_serve,
+                "the HTTP service without a model, beside a bare Serve application",
+            ),
+            "soak": (
+                bench_soak,
+                "many streams, a third of whose clients leave: is anything lost or kept?",
+            ),
+            "stall": (bench_stall, "what huge prompts do to the streams beside them"),
+            "load": (
+                bench_load,
+                "latencies of any OpenAI-compatible server, with the flags of vllm bench serve",
+            ),
+            "capacity": (
+                bench_capacity,
+                "the highest request rate that a server sustains under an SLO",
+            ),
+            "ceiling": (bench_ceiling, "how much the load client itself can receive"),
+        },
     )
-    bench_soak.add_arguments(soak)
-    soak.set_defaults(run=bench_soak.main)
-    stall = kinds.add_parser("stall", help="what huge prompts do to the streams beside them")
-    bench_stall.add_arguments(stall)
-    stall.set_defaults(run=bench_stall.main)
 
 
-def _add_simulations(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from loadtest import calibrate, sim_command
+def _add_load_tests(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from loadtest import calibrate, plan, report, sim_command
     from loadtest.studies import command as study_command
 
-    simulated = commands.add_parser("simulate", help="serve a trace on a fleet of simulated GPUs")
-    sim_command.add_arguments(simulated)
-    simulated.set_defaults(run=sim_command.main)
-    fitted = commands.add_parser("calibrate", help="fit a cost model to an engine's step log")
-    calibrate.add_arguments(fitted)
-    fitted.set_defaults(run=calibrate.main)
+    _add_modules(
+        commands,
+        {
+            "simulate": (sim_command, "serve a trace on a fleet of simulated GPUs"),
+            "plan": (plan, "how many GPUs serve a trace within an SLO"),
+            "calibrate": (calibrate, "fit a cost model to an engine's step log"),
+            "report": (report, "a page with pictures of saved results"),
+        },
+    )
     study = commands.add_parser("study", help="what the simulator shows, on published traces")
     study_command.add_arguments(study)
+
+
+def _add_modules(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    modules: Mapping[str, tuple[Any, str]],
+) -> None:
+    """Commands that modules bring: each has `add_arguments` and `main`."""
+    for name, (module, text) in modules.items():
+        parser = commands.add_parser(name, help=text)
+        module.add_arguments(parser)
+        parser.set_defaults(run=module.main)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:
@@ -278,7 +309,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
     commands = parser.add_subparsers(dest="command", required=True)
-    adders = (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench, _add_simulations)
+    adders = (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench, _add_load_tests)
     for add in adders:
         add(commands)
     return parser

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from loadtest.provenance import describe_machine
 
 RESULTS_DIR = Path("loadtest/results")
 
@@ -33,16 +33,3 @@ def keep_result(path: Path, command: str, figures: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
     print(text)
-
-
-def describe_machine() -> str:
-    """Cores, processor, system and Python of this machine."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    return f"{os.cpu_count()} cores, {_processor()}, {platform.system()}, Python {python}"
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

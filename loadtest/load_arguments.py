@@ -1,0 +1,349 @@
+"""The flags of `bench load`, named as `vllm bench serve` names them, and what they come to.
+
+Owns the flags, their defaults and which of them exclude each other. Reads no file and asks no
+server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from loadtest.client import Target
+from loadtest.measures import Slo
+from loadtest.send_times import RampStrategy, RampUp
+from loadtest.synthetic import LengthRange, Mix, parse_priorities
+
+DEFAULT_NUM_PROMPTS = 1000
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+class ArgumentsError(ValueError):
+    """Flags that do not go together; the message is one line and says what to change."""
+
+
+class Dataset(str, Enum):
+    """Where the lengths of requests come from."""
+
+    RANDOM = "random"
+    LENGTHS = "lengths"
+    TRACE = "trace"
+    SYNTHETIC = "synthetic"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSettings:
+    """What is sent. `num_prompts` None: all of a file, or DEFAULT_NUM_PROMPTS. `tick_s`: the clock
+    of the trace ticks so coarsely that its requests are spread over each tick.
+    """
+
+    dataset: Dataset
+    path: Path | None
+    num_prompts: int | None
+    input_len: int
+    output_len: int
+    range_ratio: float
+    mix: Mix
+    tick_s: float | None
+    time_scale: float
+    length_scale: float
+    tokenizer: str | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PaceSettings:
+    """When it is sent. `request_rate` inf without a bound on concurrency: all at once."""
+
+    request_rate: float
+    burstiness: float
+    ramp_up: RampUp | None
+    max_concurrency: int | None
+    is_self_timed: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResultSettings:
+    """What is told of it, and where it is kept."""
+
+    slo: Slo
+    metrics: tuple[str, ...]
+    percentiles: tuple[float, ...]
+    is_saved: bool
+    is_detailed: bool
+    directory: Path
+    filename: str | None
+    label: str
+    metadata: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """All of one run. `model` None: the first one that the server serves."""
+
+    target: Target
+    model: str | None
+    workload: WorkloadSettings
+    pace: PaceSettings
+    result: ResultSettings
+    num_warmups: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `bench load`."""
+    add_target_arguments(parser)
+    add_workload_arguments(parser)
+    _add_pace_arguments(parser)
+    _add_result_arguments(parser)
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is asked."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--base-url", default="http://127.0.0.1:8000")
+    group.add_argument(
+        "--endpoint",
+        default="/v1/completions",
+        help="one that ends in /chat/completions is asked in chats",
+    )
+    group.add_argument("--model", help="by default the first that the server serves")
+    group.add_argument("--ignore-eos", action="store_true", help="answers of full length")
+    group.add_argument("--extra-body", default="{}", help="JSON object, added to each body")
+    group.add_argument("--timeout-s", type=float, default=3600.0, help="of one request")
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is sent."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--dataset-name", choices=[kind.value for kind in Dataset], default="random")
+    group.add_argument("--dataset-path", type=Path, help="of a trace or a table of lengths")
+    group.add_argument(
+        "--num-prompts",
+        type=int,
+        help=f"by default all of a trace, else {DEFAULT_NUM_PROMPTS}",
+    )
+    group.add_argument("--random-input-len", type=int, default=1024, help="prompt tokens")
+    group.add_argument("--random-output-len", type=int, default=128, help="output tokens")
+    group.add_argument(
+        "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share"
+    )
+    _add_mix_arguments(group)
+    group.add_argument(
+        "--trace-tick-s",
+        type=float,
+        help="spread requests of equal times over so many seconds (Mooncake's clock: 3)",
+    )
+    group.add_argument("--time-scale", type=float, default=1.0, help="of a trace's times")
+    group.add_argument("--length-scale", type=float, default=1.0, help="of a trace's lengths")
+    group.add_argument(
+        "--tokenizer", help="folder or file; prompts then have exactly their length in tokens"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of lengths, prompts and send times")
+
+
+def _add_mix_arguments(group: argparse._ArgumentGroup) -> None:
+    # Read by `_mix_of`: what is wrong with a text is then one line, without the usage.
+    group.add_argument("--mix-short", default="64-512", help="tokens of short prompts")
+    group.add_argument("--mix-long", default="2048-8192", help="tokens of long prompts")
+    group.add_argument("--mix-long-share", type=float, default=0.1, help="of all prompts")
+    group.add_argument("--mix-output", default="16-256", help="tokens of answers")
+    group.add_argument("--mix-prefixes", type=int, default=0, help="different shared beginnings")
+    group.add_argument("--mix-prefix-blocks", type=int, default=1, help="of 512 tokens, each")
+    group.add_argument("--mix-prefix-share", type=float, default=1.0, help="of prompts with one")
+    group.add_argument("--mix-priorities", default="0:1", help="weights, as in 0:1,1:4")
+
+
+def _mix_of(arguments: argparse.Namespace) -> Mix:
+    return Mix(
+        short=LengthRange.parse(arguments.mix_short),
+        long=LengthRange.parse(arguments.mix_long),
+        long_share=arguments.mix_long_share,
+        output=LengthRange.parse(arguments.mix_output),
+        num_prefixes=arguments.mix_prefixes,
+        prefix_blocks=arguments.mix_prefix_blocks,
+        prefix_share=arguments.mix_prefix_share,
+        priorities=parse_priorities(arguments.mix_priorities),
+    )
+
+
+def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pace")
+    group.add_argument("--request-rate", type=float, help="per second; inf (default): at once")
+    group.add_argument(
+        "--burstiness", type=float, default=1.0, help="1 Poisson, below in bursts, above more even"
+    )
+    group.add_argument("--max-concurrency", type=int, help="in flight at once, at most")
+    group.add_argument(
+        "--self-timed",
+        action=argparse.BooleanOptionalAction,
+        help="send at the trace's own times (default for traces)",
+    )
+    group.add_argument("--ramp-up-strategy", choices=[kind.value for kind in RampStrategy])
+    group.add_argument("--ramp-up-start-rps", type=float)
+    group.add_argument("--ramp-up-end-rps", type=float)
+    group.add_argument("--num-warmups", type=int, default=0, help="requests before the run")
+
+
+def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("result")
+    group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el")
+    group.add_argument("--metric-percentiles", default="50,90,99")
+    group.add_argument(
+        "--goodput", nargs="+", default=[], metavar="KEY:MS", help="SLO, as in ttft:300 tpot:50"
+    )
+    group.add_argument("--save-result", action="store_true", help="write a JSON file")
+    group.add_argument(
+        "--save-detailed", action="store_true", help="with it, a line a request in .jsonl"
+    )
+    group.add_argument("--result-dir", type=Path, default=Path())
+    group.add_argument("--result-filename")
+    group.add_argument("--label", default="chunkserve", help="begins the file's name")
+    group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
+
+
+def settings_of(arguments: argparse.Namespace) -> LoadSettings:
+    """What the flags come to.
+
+    Raises:
+        ArgumentsError: they exclude each other, or one is out of range.
+        MeasuresError: the SLO cannot be read.
+        SendTimesError: a rate of the ramp-up is not above 0.
+    """
+    for name in ("max_concurrency", "timeout_s"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise ArgumentsError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    if arguments.num_warmups < 0:
+        raise ArgumentsError("--num-warmups must not be negative")
+    return LoadSettings(
+        target=target_of(arguments),
+        model=arguments.model,
+        workload=workload_of(arguments),
+        pace=_pace_of(arguments),
+        result=_result_of(arguments),
+        num_warmups=arguments.num_warmups,
+    )
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    """The target, whose model the server is yet to confirm.
+
+    Raises:
+        ArgumentsError: the extra body is no JSON object.
+    """
+    return Target(
+        base_url=arguments.base_url,
+        endpoint="/" + arguments.endpoint.lstrip("/"),
+        model=arguments.model or "",
+        api_key=os.environ.get(API_KEY_VARIABLE),
+        extra_body=_json_object(arguments.extra_body),
+        ignores_eos=arguments.ignore_eos,
+        timeout_s=arguments.timeout_s,
+    )
+
+
+def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
+    """The workload.
+
+    Raises:
+        ArgumentsError: a dataset lacks its file.
+        TraceError: no mix is of these shares.
+    """
+    dataset = Dataset(arguments.dataset_name)
+    if dataset in (Dataset.TRACE, Dataset.LENGTHS) and arguments.dataset_path is None:
+        raise ArgumentsError(f"--dataset-name {dataset.value} needs a file: give --dataset-path")
+    return WorkloadSettings(
+        dataset=dataset,
+        path=arguments.dataset_path,
+        num_prompts=arguments.num_prompts,
+        input_len=arguments.random_input_len,
+        output_len=arguments.random_output_len,
+        range_ratio=arguments.random_range_ratio,
+        mix=_mix_of(arguments),
+        tick_s=arguments.trace_tick_s,
+        time_scale=arguments.time_scale,
+        length_scale=arguments.length_scale,
+        tokenizer=arguments.tokenizer,
+        seed=arguments.seed,
+    )
+
+
+def _pace_of(arguments: argparse.Namespace) -> PaceSettings:
+    dataset = Dataset(arguments.dataset_name)
+    has_times = dataset is Dataset.TRACE
+    ramp_up = _ramp_up_of(arguments)
+    has_rate = arguments.request_rate is not None or ramp_up is not None
+    is_self_timed = arguments.self_timed
+    if is_self_timed is None:
+        is_self_timed = has_times and not has_rate
+    if is_self_timed and not has_times:
+        raise ArgumentsError(f"--self-timed needs requests with times: {dataset.value} has none")
+    if is_self_timed and has_rate:
+        raise ArgumentsError("--self-timed sends at the trace's own times: leave the rate out")
+    if ramp_up is not None and arguments.request_rate is not None:
+        raise ArgumentsError("--ramp-up-strategy sets the rate: leave --request-rate out")
+    return PaceSettings(
+        request_rate=math.inf if arguments.request_rate is None else arguments.request_rate,
+        burstiness=arguments.burstiness,
+        ramp_up=ramp_up,
+        max_concurrency=arguments.max_concurrency,
+        is_self_timed=is_self_timed,
+        seed=arguments.seed,
+    )
+
+
+def _ramp_up_of(arguments: argparse.Namespace) -> RampUp | None:
+    ends = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
+    if arguments.ramp_up_strategy is None:
+        if any(end is not None for end in ends):
+            raise ArgumentsError("a ramp-up needs --ramp-up-strategy linear or exponential")
+        return None
+    if ends[0] is None or ends[1] is None:
+        raise ArgumentsError("a ramp-up needs --ramp-up-start-rps and --ramp-up-end-rps")
+    return RampUp(RampStrategy(arguments.ramp_up_strategy), ends[0], ends[1])
+
+
+def _result_of(arguments: argparse.Namespace) -> ResultSettings:
+    pairs = [entry.partition("=") for entry in arguments.metadata]
+    for key, equals, _ in pairs:
+        if not (key and equals):
+            raise ArgumentsError(f"--metadata takes KEY=VALUE, not {key!r}")
+    return ResultSettings(
+        slo=Slo.parse(arguments.goodput),
+        metrics=_names(arguments.percentile_metrics),
+        percentiles=_numbers(arguments.metric_percentiles),
+        is_saved=arguments.save_result or arguments.save_detailed,
+        is_detailed=arguments.save_detailed,
+        directory=arguments.result_dir,
+        filename=arguments.result_filename,
+        label=arguments.label,
+        metadata={key: value for key, _, value in pairs},
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(number) for number in _names(text))
+    except ValueError as error:
+        raise ArgumentsError(f"--metric-percentiles takes numbers, not {text!r}") from error
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentsError(f"--extra-body takes a JSON object, not {text!r}")
+    return value

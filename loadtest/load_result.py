@@ -1,0 +1,164 @@
+"""The result of a load: as a table for a person, as JSON with the keys of `vllm bench serve`.
+
+Owns what stands beside the metrics: what was asked of whom, how tokens were counted, what failed
+and why. The metrics themselves are `measures`'.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loadtest.load_arguments import LoadSettings, ResultSettings
+from loadtest.load_tally import LoadTally
+from loadtest.measures import DEFINITIONS, result_json
+from loadtest.provenance import command_line, describe_machine
+from loadtest.report_data import report_section
+from loadtest.stream_reader import TokenCount
+
+Json = dict[str, Any]
+_COUNTING = {
+    TokenCount.USAGE: "by the usage that came with each event",
+    TokenCount.LOGPROBS: "by the logprobs of each event",
+    TokenCount.CONFIRMED_EVENTS: "one a stream event, as many as the answer's usage says",
+    TokenCount.SCALED_EVENTS: "by the answer's usage, spread evenly over its events: an estimate",
+    TokenCount.EVENTS: "one a stream event: the server told no counts",
+}
+
+
+def result_of(
+    settings: LoadSettings, tally: LoadTally, duration_s: float, is_interrupted: bool, date: str
+) -> Json:
+    """The result so far.
+
+    Args:
+        settings: of the run, with the target that was checked.
+        tally: of the requests that have ended.
+        duration_s: of the run so far.
+        is_interrupted: whether it was ended before all requests were sent and answered.
+        date: when the run began.
+    """
+    target, workload, pace, result = (
+        settings.target,
+        settings.workload,
+        settings.pace,
+        settings.result,
+    )
+    is_chat = target.endpoint.endswith("/chat/completions")
+    ramp_up = pace.ramp_up
+    head: Json = {
+        "date": date,
+        "endpoint_type": "openai-chat" if is_chat else "openai",
+        "backend": "openai-chat" if is_chat else "openai",
+        "label": result.label,
+        "model_id": target.model,
+        "tokenizer_id": workload.tokenizer,
+        "num_prompts": tally.num_ended,
+        "command": command_line(),
+        "machine": describe_machine(),
+        **result.metadata,
+        "request_rate": _finite(pace.request_rate),
+        "burstiness": pace.burstiness,
+        "max_concurrency": pace.max_concurrency,
+    }
+    if ramp_up is not None:
+        head["ramp_up_strategy"] = ramp_up.strategy.value
+        head["ramp_up_start_rps"] = ramp_up.start_rps
+        head["ramp_up_end_rps"] = ramp_up.end_rps
+    metrics = tuple(dict.fromkeys((*result.metrics, "worst_gap", "lag")))
+    summary = tally.summary(duration_s)
+    return {
+        **head,
+        "self_timed": pace.is_self_timed,
+        "interrupted": is_interrupted,
+        **result_json(summary, metrics, result.percentiles),
+        "first_faults": tally.first_faults,
+        "tokens_counted_by": dict(tally.counted_by),
+        "definitions": DEFINITIONS,
+        "report": report_section(summary, tally.timeline()),
+    }
+
+
+def _finite(rate: float) -> float | str:
+    # JSON has no infinity; vLLM writes the word as well.
+    return "inf" if math.isinf(rate) else rate
+
+
+def file_name(settings: LoadSettings, date: str) -> str:
+    """As `vllm bench serve` names it: label, rate, concurrency, model, date."""
+    if settings.result.filename is not None:
+        return settings.result.filename
+    pace = settings.pace
+    concurrency = "" if pace.max_concurrency is None else f"-concurrency{pace.max_concurrency}"
+    model = settings.target.model.rsplit("/", 1)[-1]
+    rate = f"{pace.request_rate:g}qps"
+    return f"{settings.result.label}-{rate}{concurrency}-{model}-{date}.json"
+
+
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Replace the file by this result, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+# --- for a person ---------------------------------------------------------------------------------
+
+
+def table_of(result: Mapping[str, Any], settings: ResultSettings) -> str:
+    """The result as text, with what its names mean."""
+    lines = [f"{name:<26}{value}" for name, value in _totals(result)]
+    keys = ("mean", "median", "std", "max", *(f"p{p:g}" for p in settings.percentiles))
+    lines += ["", "ms".ljust(12) + "".join(key.rjust(11) for key in keys)]
+    for metric in dict.fromkeys((*settings.metrics, "worst_gap", "lag")):
+        figures = [result.get(f"{key}_{metric}_ms") for key in keys]
+        lines.append(metric.ljust(12) + "".join(_figure(figure).rjust(11) for figure in figures))
+    lines += ["", *_failures(result), *_counting(result), "", DEFINITIONS]
+    return "\n".join(lines)
+
+
+def _totals(result: Mapping[str, Any]) -> list[tuple[str, object]]:
+    goodput = result["request_goodput"]
+    state = "interrupted after" if result["interrupted"] else "duration"
+    slo = " ".join(result["slo"])
+    return [
+        (state, f"{result['duration']:.2f} s"),
+        ("completed / failed", f"{result['completed']} / {result['failed']}"),
+        ("prompt tokens", f"{result['total_input_tokens']}"),
+        ("  from the prefix cache", f"{result['total_cached_tokens']}"),
+        ("output tokens", f"{result['total_output_tokens']}"),
+        ("requests/s", f"{result['request_throughput']:.3f}"),
+        ("goodput", "-" if goodput is None else f"{goodput:.3f} requests/s within {slo} (ms)"),
+        ("output tokens/s", f"{result['output_throughput']:.1f}"),
+        ("all tokens/s", f"{result['total_token_throughput']:.1f}"),
+    ]
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _failures(result: Mapping[str, Any]) -> list[str]:
+    words = result["first_faults"]
+    return [
+        f"{count} failed: {kind} ({words.get(kind, '')})"
+        for kind, count in result["errors"].items()
+    ]
+
+
+def _counting(result: Mapping[str, Any]) -> list[str]:
+    counted = result["tokens_counted_by"]
+    return [
+        f"tokens of {counted[way.value]} answers counted {words}"
+        for way, words in _COUNTING.items()
+        if way.value in counted
+    ]

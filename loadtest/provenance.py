@@ -1,0 +1,46 @@
+"""Where a kept result came from: the command, the date, the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+
+
+def command_line() -> str:
+    """The command of this process, as one would type it."""
+    return shlex.join(["chunkserve", *sys.argv[1:]])
+
+
+def origin() -> dict[str, str]:
+    """What every kept result begins with."""
+    return {
+        "date": datetime.now().date().isoformat(),
+        "machine": describe_machine(),
+        "command": command_line(),
+    }
+
+
+def timestamp() -> str:
+    """Now, as `vllm bench serve` writes it: 20261202-153000."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def describe_machine() -> str:
+    """Cores, processor, system and Python of this machine."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"{os.cpu_count()} cores, {_processor()}, {platform.system()}, Python {python}"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return platform.machine()
+    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()

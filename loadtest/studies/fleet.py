@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
@@ -25,7 +26,6 @@ from loadtest.trace import TraceRequest
 
 CONVERSATIONS = "azure_llm_2023_conv.csv"
 CODE = "azure_llm_2023_code.csv"
-BURST_S = 1.0
 NUM_TIMED_REPLICAS = 64
 
 
@@ -45,16 +45,16 @@ def conversation_mix(
     return arriving_at(drawn, requests_per_s, seed=seed)
 
 
-def find_busiest(trace: Sequence[TraceRequest], window_s: float) -> list[TraceRequest]:
-    """The requests of the window with the most of them, from 0 s on."""
-    best, first = (0, 0), 0
-    for last, traced in enumerate(trace):
-        while traced.timestamp_s - trace[first].timestamp_s >= window_s:
-            first += 1
-        best = max(best, (last - first + 1, first))
-    num, first = best
-    start_s = trace[first].timestamp_s
-    return [replace(t, timestamp_s=t.timestamp_s - start_s) for t in trace[first : first + num]]
+def find_busiest(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
+    """The requests of the whole second with the most of them, seconds counted from the trace's
+    start; the first of them comes at 0 s.
+    """
+    by_second: defaultdict[int, list[TraceRequest]] = defaultdict(list)
+    for traced in trace:
+        by_second[int(traced.timestamp_s)].append(traced)
+    busiest = max(by_second.values(), key=len)
+    start_s = busiest[0].timestamp_s
+    return [replace(traced, timestamp_s=traced.timestamp_s - start_s) for traced in busiest]
 
 
 def fleet_of(cost_model: CostModel, num_replicas: int) -> FleetConfig:
@@ -170,7 +170,7 @@ def main(arguments: argparse.Namespace) -> int:
     )
     fleet = fleet_of(cost_model, num_gpus)
     result = simulate(trace, fleet)
-    burst = find_busiest(load_trace(CODE), BURST_S)
+    burst = find_busiest(load_trace(CODE))
     figures = {
         "num_gpus": num_gpus,
         "meets_target": meets(result, target),

@@ -189,8 +189,8 @@ def test_the_log_of_steps_is_bounded_and_covers_the_run() -> None:
 
 def test_busy_time_adds_up_by_phase() -> None:
     """Utilisation counts idle time, or a step twice."""
-    # Busy for 60 + 5 * 11 ms of the second between the arrivals.
-    result = simulate([TraceRequest(0.0, 50, 6), TraceRequest(1.0, 1, 1)], make_fleet())
+    # Busy for 60 + 5 * 11 ms of the second between the arrivals; what follows is draining.
+    result = simulate([TraceRequest(0.0, 50, 6), TraceRequest(1.0, 1, 9)], make_fleet())
     shares = result.utilisation
     assert shares.prefill == pytest.approx(0.060 + 0.011)  # the second prompt began in time
     assert shares.decode == shares.decode_active == pytest.approx(0.055)

@@ -13,10 +13,10 @@ from loadtest.load_prompts import (
     WordPrompts,
     make_prompts,
 )
-from loadtest.prompts import DEFAULT_LANGUAGES
 from loadtest.trace import TraceRequest
 from tests.unit.made_tokenizers import KINDS, made_tokenizer
 
+ENGLISH = {"en": 1.0}
 REQUEST = TraceRequest(0.0, 100, 10)
 
 
@@ -36,7 +36,7 @@ def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool, tmp_path: Pat
     """Prompts are longer than the trace says once the server adds its chat template."""
     tokenizer = made_tokenizer(kind)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    prompts = make_prompts(str(tmp_path), DEFAULT_LANGUAGES, 0, is_chat)
+    prompts = make_prompts(str(tmp_path), ENGLISH, 0, is_chat)
     if isinstance(prompts, TokenIdPrompts):
         assert not is_chat
         assert len(prompts.prompt(REQUEST, 1)) == 100
@@ -56,7 +56,7 @@ def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool, tmp_path: Pat
 def test_a_server_with_another_tokenizer_is_not_fitted(tmp_path: Path) -> None:
     """Prompts shrink to nothing where the server counts ten times as many tokens."""
     made_tokenizer(KINDS[0]).save(str(tmp_path / "tokenizer.json"))
-    prompts = make_prompts(str(tmp_path), DEFAULT_LANGUAGES, 0, is_chat=True)
+    prompts = make_prompts(str(tmp_path), ENGLISH, 0, is_chat=True)
     assert prompts.fitted(REQUEST, 1000) == prompts
     assert prompts.fitted(REQUEST, 50) == prompts
 
@@ -67,5 +67,5 @@ def test_no_tokenizer_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("/nowhere/at/all", str(tmp_path / "empty"), str(tmp_path)):
         with pytest.raises(TokenizerError, match="--tokenizer") as error:
-            make_prompts(name, DEFAULT_LANGUAGES, 0, is_chat=False)
+            make_prompts(name, ENGLISH, 0, is_chat=False)
         assert "\n" not in str(error.value)

@@ -225,6 +225,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     from loadtest import (
         bench_capacity,
         bench_ceiling,
+        bench_chunking,
         bench_load,
         bench_serve,
         bench_soak,
@@ -254,6 +255,11 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     bench_capacity.add_arguments(capacity)
     capacity.set_defaults(run=bench_capacity.main)
+    chunking = kinds.add_parser(
+        "chunking", help="short requests beside long ones, chunked prefill on and off"
+    )
+    bench_chunking.add_arguments(chunking)
+    chunking.set_defaults(run=bench_chunking.main)
     ceiling = kinds.add_parser("ceiling", help="how much the load client itself can receive")
     bench_ceiling.add_arguments(ceiling)
     ceiling.set_defaults(run=bench_ceiling.main)

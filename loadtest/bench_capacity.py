@@ -29,8 +29,9 @@ from loadtest.load_arguments import (
     target_of,
     workload_of,
 )
+from loadtest.load_prompts import Prompts
 from loadtest.load_run import LoadRun
-from loadtest.load_sources import make_prompts, read_requests
+from loadtest.load_sources import prompts_of, read_requests
 from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
 from loadtest.measures import DEFINITIONS, Slo, Summary
@@ -78,12 +79,15 @@ class RateTrials:
     Args:
         settings: of all of them.
         requests: that each load sends.
+        prompts: theirs.
     """
 
-    def __init__(self, settings: CapacitySettings, requests: Collection[TraceRequest]) -> None:
+    def __init__(
+        self, settings: CapacitySettings, requests: Collection[TraceRequest], prompts: Prompts
+    ) -> None:
         self._settings = settings
         self._requests = requests
-        self._prompts = make_prompts(settings.workload)
+        self._prompts = prompts
         self._next_number = 0
         self._idle_ttft_s = asyncio.run(self._measure_idle())
 
@@ -152,10 +156,13 @@ def run_search(settings: CapacitySettings, model: str | None) -> Json:
     """
     requests = read_requests(settings.workload)
     first = next(iter(requests))
-    probe = Ask(make_prompts(settings.workload).prompt(first, -1), 1)
-    target = asyncio.run(check_target(settings.target, model, probe))
-    settings = replace(settings, target=target)
-    trials = RateTrials(settings, requests)
+    prompts = prompts_of(settings.workload, settings.target)
+    probe = Ask(prompts.prompt(first, -1), 1)
+    checked = asyncio.run(check_target(settings.target, model, probe))
+    if checked.num_prompt_tokens is not None:
+        prompts = prompts.fitted(first, checked.num_prompt_tokens)
+    settings = replace(settings, target=checked.target)
+    trials = RateTrials(settings, requests, prompts)
     capacity = find_capacity(trials.run, settings.bounds)
     return _result_of(settings, capacity, trials.idle_ttft_s, len(requests))
 

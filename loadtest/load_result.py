@@ -48,12 +48,12 @@ def result_of(
         settings.pace,
         settings.result,
     )
-    is_chat = target.endpoint.endswith("/chat/completions")
+    endpoint_type = "openai-chat" if target.is_chat else "openai"
     ramp_up = pace.ramp_up
     head: Json = {
         "date": date,
-        "endpoint_type": "openai-chat" if is_chat else "openai",
-        "backend": "openai-chat" if is_chat else "openai",
+        "endpoint_type": endpoint_type,
+        "backend": endpoint_type,
         "label": result.label,
         "model_id": target.model,
         "tokenizer_id": workload.tokenizer,

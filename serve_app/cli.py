@@ -226,6 +226,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     from loadtest import (
         bench_capacity,
         bench_ceiling,
+        bench_chunking,
         bench_load,
         bench_serve,
         bench_soak,
@@ -251,6 +252,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "capacity": (
                 bench_capacity,
                 "the highest request rate that a server sustains under an SLO",
+            ),
+            "chunking": (
+                bench_chunking,
+                "short requests beside long ones, chunked prefill on and off",
             ),
             "ceiling": (bench_ceiling, "how much the load client itself can receive"),
         },

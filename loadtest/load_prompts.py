@@ -53,7 +53,8 @@ class WordPrompts:
 
     def prompt(self, request: TraceRequest, number: int) -> str:
         """So many words as the request has prompt tokens."""
-        chance = random.Random(self.seed * 1_000_003 + number)
+        # As text: of a number, Random takes the absolute value, and -1 would say what 1 says.
+        chance = random.Random(f"{self.seed} {number}")
         return "".join(chance.choices(WORDS, k=request.input_length)).lstrip()
 
     def fitted(self, request: TraceRequest, num_counted: int) -> WordPrompts:

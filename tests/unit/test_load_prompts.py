@@ -69,3 +69,13 @@ def test_no_tokenizer_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(TokenizerError, match="--tokenizer") as error:
             make_prompts(name, ENGLISH, 0, is_chat=False)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_prompts_sent_before_a_load_are_none_of_its_own(seed: int) -> None:
+    """The first try and the warm-ups, whose numbers are negative, leave prompts of the load in the
+    prefix cache, and its TTFT is that of a hit.
+    """
+    prompts, request = WordPrompts(seed), TraceRequest(0.0, 64, 1)
+    before = {prompts.prompt(request, -number) for number in range(1, 50)}
+    assert not before & {prompts.prompt(request, number) for number in range(50)}

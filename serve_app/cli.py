@@ -263,12 +263,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _add_load_tests(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from loadtest import calibrate, plan, report, sim_command
+    from loadtest import calibrate, plan, report, sim_command, trace_tool
     from loadtest.studies import command as study_command
 
     _add_modules(
         commands,
         {
+            "trace": (trace_tool, "describe and convert traces of load"),
             "simulate": (sim_command, "serve a trace on a fleet of simulated GPUs"),
             "plan": (plan, "how many GPUs serve a trace within an SLO"),
             "calibrate": (calibrate, "fit a cost model to an engine's step log"),

@@ -152,15 +152,12 @@ def main(arguments: argparse.Namespace) -> int:
     cost_model = CostModel.load(arguments.cost_model)
     num_requests = arguments.num_requests
     workloads = {seed: sample_workload(lengths, num_requests, seed) for seed in arguments.seeds}
-    figures = {
+    figures: dict[str, Any] = {
         f"P99 TBT {setting.slo_tbt_s:g} s, budget {setting.token_budget}": study(
             cost_model, setting, workloads
         )
         for setting in (STRICT, RELAXED)
     }
-    command = (
-        f"chunkserve study capacity --cost-model {arguments.cost_model} "
-        f"--num-requests {num_requests} --seeds {' '.join(map(str, arguments.seeds))}"
-    )
-    keep_result(arguments.save_result, command, figures)
+    made_of = {"cost_model": cost_model.name, "lengths": LENGTHS, "num_requests": num_requests}
+    keep_result(arguments.save_result, made_of | figures)
     return 0

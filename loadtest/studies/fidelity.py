@@ -142,5 +142,5 @@ def main(arguments: argparse.Namespace) -> int:
         for run in RUNS
         for is_on in (False, True)
     }
-    keep_result(arguments.save_result, "chunkserve study fidelity", figures)
+    keep_result(arguments.save_result, figures)
     return 0

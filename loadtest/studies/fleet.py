@@ -172,6 +172,10 @@ def main(arguments: argparse.Namespace) -> int:
     result = simulate(trace, fleet)
     burst = find_busiest(load_trace(CODE))
     figures = {
+        "cost_model": cost_model.name,
+        "lengths": CONVERSATIONS,
+        "target": asdict(target),
+        "seed": arguments.seed,
         "num_gpus": num_gpus,
         "meets_target": meets(result, target),
         **describe(result),
@@ -183,13 +187,5 @@ def main(arguments: argparse.Namespace) -> int:
             "beside_the_conversations": drain(burst, sample, fleet),
         },
     }
-    keep_result(arguments.save_result, _command(arguments), figures)
+    keep_result(arguments.save_result, figures)
     return 0
-
-
-def _command(arguments: argparse.Namespace) -> str:
-    return (
-        f"chunkserve study fleet --cost-model {arguments.cost_model} --rate {arguments.rate:g} "
-        f"--p99-ttft-ms {arguments.p99_ttft_ms:g} --num-requests {arguments.num_requests} "
-        f"--seed {arguments.seed}"
-    )

@@ -113,15 +113,13 @@ def main(arguments: argparse.Namespace) -> int:
     trace = load_trace(arguments.trace)
     cost_model = CostModel.load(arguments.cost_model)
     figures = {
+        "cost_model": cost_model.name,
+        "seed": arguments.seed,
         "trace": f"{Path(arguments.trace).name}, {len(trace)} requests",
         "token_hit_rate_pct_by_cache_size": by_cache_size(trace),
         f"by_router_on_{NUM_REPLICAS}_replicas": by_router(
             spread_ticks(trace, seed=arguments.seed), cost_model, arguments.seed
         ),
     }
-    command = (
-        f"chunkserve study prefixes --trace {Path(arguments.trace).name} "
-        f"--cost-model {arguments.cost_model} --seed {arguments.seed}"
-    )
-    keep_result(arguments.save_result, command, figures)
+    keep_result(arguments.save_result, figures)
     return 0

@@ -38,9 +38,9 @@ def test_a_run_is_told_and_saved(
     assert saved["completed"] == NUM_REQUESTS and saved["p99_ttft_ms"] < 300
     assert saved["request_goodput"] == pytest.approx(saved["request_throughput"])
     assert saved["num_replicas"] == 2 and saved["date"]
-    columns = saved["report"]["steps"]
-    assert len({len(column) for column in columns.values()}) == 1
-    assert sum(columns["num_prefill_tokens"]) == 300 * NUM_REQUESTS
+    steps = saved["report"]["steps"]
+    assert len({len(column) for column in steps.values()}) == 1
+    assert sum(steps["num_prefill_tokens"]) == 300 * NUM_REQUESTS
 
 
 def test_a_saturated_run_warns(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:

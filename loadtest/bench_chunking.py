@@ -21,6 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from deployments.config import SchedulerConfig
 from loadtest.client import Ask, Client, Target
 from loadtest.load_prompts import WordPrompts
 from loadtest.load_run import LoadRun, PlannedRequest
@@ -124,6 +125,24 @@ class Contest:
         return {key: result[key] for key in (*names, *figures)}
 
 
+def configs_of(settings: ChunkingSettings) -> dict[str, Json]:
+    """The Serve configs of both services, by name.
+
+    Raises:
+        ValueError: the config has no application, or several.
+    """
+    chunked = changed_config(settings.config, {})
+    scheduler = chunked["applications"][0]["args"].get("scheduler") or {}
+    # Room for a whole prompt beside as many decodes as there may be.
+    max_num_seqs = scheduler.get("max_num_seqs", SchedulerConfig().max_num_seqs)
+    whole: Json = {
+        "chunk_size": settings.context,
+        "overlap_ratio": 0.0,
+        "max_num_batched_tokens": settings.context + max_num_seqs,
+    }
+    return {CHUNKED: chunked, WHOLE: changed_config(settings.config, {"scheduler": whole})}
+
+
 def run_bench(settings: ChunkingSettings) -> Json:
     """Start both services, load them in turns, end them; the result.
 
@@ -131,15 +150,7 @@ def run_bench(settings: ChunkingSettings) -> Json:
         ServiceFailed: one did not come up.
         ValueError: the config is not fit for it; one line says why.
     """
-    whole: Json = {
-        "chunk_size": settings.context,
-        "overlap_ratio": 0.0,
-        "max_num_batched_tokens": settings.context + 64,
-    }
-    configs = {
-        CHUNKED: changed_config(settings.config, {}),
-        WHOLE: changed_config(settings.config, {"scheduler": whole}),
-    }
+    configs = configs_of(settings)
     with ExitStack() as stack:
         urls = {name: stack.enter_context(local_service(c)) for name, c in configs.items()}
         figures = asyncio.run(_contest(settings, urls))
@@ -148,7 +159,8 @@ def run_bench(settings: ChunkingSettings) -> Json:
         "command": command_line(),
         "machine": describe_machine(),
         "scheduler": {
-            name: config["applications"][0]["args"]["scheduler"] for name, config in configs.items()
+            name: config["applications"][0]["args"].get("scheduler")
+            for name, config in configs.items()
         },
         **figures,
         "definitions": DEFINITIONS,

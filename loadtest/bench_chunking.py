@@ -29,7 +29,7 @@ from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
 from loadtest.local_service import changed_config, local_service
 from loadtest.measures import DEFINITIONS, Slo, Summary, result_json
-from loadtest.provenance import command_line, describe_machine, timestamp
+from loadtest.provenance import keep_result, origin
 from loadtest.send_times import steady_times
 from loadtest.target_check import check_target
 from loadtest.trace import TraceRequest
@@ -155,9 +155,7 @@ def run_bench(settings: ChunkingSettings) -> Json:
         urls = {name: stack.enter_context(local_service(c)) for name, c in configs.items()}
         figures = asyncio.run(_contest(settings, urls))
     return {
-        "date": timestamp(),
-        "command": command_line(),
-        "machine": describe_machine(),
+        **origin(),
         "scheduler": {
             name: config["applications"][0]["args"].get("scheduler")
             for name, config in configs.items()
@@ -214,11 +212,9 @@ def settings_of(arguments: argparse.Namespace) -> ChunkingSettings:
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print the figures as JSON; 1 if a request failed."""
     result = run_bench(settings_of(arguments))
-    text = json.dumps(result, indent=2)
     if arguments.save_result is not None:
-        arguments.save_result.parent.mkdir(parents=True, exist_ok=True)
-        arguments.save_result.write_text(text + "\n", encoding="utf-8")
-    print(text)
+        keep_result(arguments.save_result, result)
+    print(json.dumps(result, indent=2))
     return int(any(part["failed"] for kind in ("short", "long") for part in result[kind].values()))
 
 

@@ -6,11 +6,8 @@ and why. The metrics themselves are `measures`'.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from loadtest.load_arguments import LoadSettings, ResultSettings
@@ -94,18 +91,6 @@ def file_name(settings: LoadSettings, date: str) -> str:
     model = settings.target.model.rsplit("/", 1)[-1]
     rate = f"{pace.request_rate:g}qps"
     return f"{settings.result.label}-{rate}{concurrency}-{model}-{date}.json"
-
-
-def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Replace the file by this result, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, path)
 
 
 # --- for a person ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The two services of `bench chunking` get the same load, and differ in nothing but their chunks."""
+"""Both services of `bench chunking` get the same load, and differ in nothing but their chunks."""
 
 from __future__ import annotations
 

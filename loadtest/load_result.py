@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from loadtest.load_arguments import LoadSettings, ResultSettings
@@ -16,6 +17,8 @@ from loadtest.measures import DEFINITIONS, result_json
 from loadtest.provenance import command_line, describe_machine
 from loadtest.stream_reader import TokenCount
 
+MAX_LAG_SHARE = 0.1
+"""Of the median TTFT: a client that is later than this measures itself."""
 Json = dict[str, Any]
 _COUNTING = {
     TokenCount.USAGE: "by the usage that came with each event",
@@ -26,17 +29,30 @@ _COUNTING = {
 }
 
 
-def result_of(
-    settings: LoadSettings, tally: LoadTally, duration_s: float, is_interrupted: bool, date: str
-) -> Json:
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How far a run is.
+
+    Args:
+        date: when it began.
+        num_planned: requests it was to send.
+        duration_s: of it so far.
+        is_interrupted: whether it was ended before all of them were sent and answered.
+    """
+
+    date: str
+    num_planned: int
+    duration_s: float
+    is_interrupted: bool
+
+
+def result_of(settings: LoadSettings, tally: LoadTally, state: RunState) -> Json:
     """The result so far.
 
     Args:
         settings: of the run, with the target that was checked.
         tally: of the requests that have ended.
-        duration_s: of the run so far.
-        is_interrupted: whether it was ended before all requests were sent and answered.
-        date: when the run began.
+        state: of the run.
     """
     target, workload, pace, result = (
         settings.target,
@@ -47,13 +63,15 @@ def result_of(
     endpoint_type = "openai-chat" if target.is_chat else "openai"
     ramp_up = pace.ramp_up
     head: Json = {
-        "date": date,
+        "date": state.date,
         "endpoint_type": endpoint_type,
         "backend": endpoint_type,
         "label": result.label,
         "model_id": target.model,
         "tokenizer_id": workload.tokenizer,
-        "num_prompts": tally.num_ended,
+        "dataset_name": workload.dataset.value,
+        "dataset_path": None if workload.path is None else str(workload.path),
+        "num_prompts": state.num_planned,
         "command": command_line(),
         "machine": describe_machine(),
         **result.metadata,
@@ -69,8 +87,8 @@ def result_of(
     return {
         **head,
         "self_timed": pace.is_self_timed,
-        "interrupted": is_interrupted,
-        **result_json(tally.summary(duration_s), metrics, result.percentiles),
+        "interrupted": state.is_interrupted,
+        **result_json(tally.summary(state.duration_s), metrics, result.percentiles),
         "first_faults": tally.first_faults,
         "tokens_counted_by": dict(tally.counted_by),
         "definitions": DEFINITIONS,
@@ -104,7 +122,7 @@ def table_of(result: Mapping[str, Any], settings: ResultSettings) -> str:
     for metric in dict.fromkeys((*settings.metrics, "worst_gap", "lag")):
         figures = [result.get(f"{key}_{metric}_ms") for key in keys]
         lines.append(metric.ljust(12) + "".join(_figure(figure).rjust(11) for figure in figures))
-    lines += ["", *_failures(result), *_counting(result), "", DEFINITIONS]
+    lines += ["", *_failures(result), *_counting(result), *_cautions(result), "", DEFINITIONS]
     return "\n".join(lines)
 
 
@@ -144,3 +162,18 @@ def _counting(result: Mapping[str, Any]) -> list[str]:
         for way, words in _COUNTING.items()
         if way.value in counted
     ]
+
+
+def _cautions(result: Mapping[str, Any]) -> list[str]:
+    """What a reader should know before the figures are believed."""
+    cautions = []
+    if result["tokenizer_id"] is None:
+        cautions.append(
+            "prompts were plain words, about a token each; --tokenizer makes them exact"
+        )
+    lag_ms, ttft_ms = result["median_lag_ms"], result.get("median_ttft_ms")
+    if result["max_concurrency"] is None and ttft_ms and lag_ms > MAX_LAG_SHARE * ttft_ms:
+        cautions.append("the client sent late: the figures are its own as much as the server's")
+    if result["interrupted"]:
+        cautions.append("interrupted: requests that had not ended are not counted")
+    return cautions

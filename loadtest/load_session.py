@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from loadtest.client import Client
 from loadtest.load_arguments import LoadSettings
-from loadtest.load_result import Json, file_name, result_of
+from loadtest.load_result import Json, RunState, file_name, result_of
 from loadtest.load_run import EndedRequest, LoadRun, PlannedRequest
 from loadtest.load_tally import LoadTally
 from loadtest.provenance import keep_result, timestamp
@@ -124,9 +124,10 @@ class LoadSession:
             self._save()
 
     def _save(self) -> Json:
-        result = result_of(
-            self._settings, self._tally, self._duration_s(), self._is_interrupted, self._date
+        state = RunState(
+            self._date, self._load.num_planned, self._duration_s(), self._is_interrupted
         )
+        result = result_of(self._settings, self._tally, state)
         if self.result_path is not None:
             keep_result(self.result_path, result)
         return result

@@ -17,6 +17,7 @@ from loadtest.measures import DEFINITIONS, result_json
 from loadtest.provenance import command_line, describe_machine
 from loadtest.stream_reader import TokenCount
 
+MIN_LAG_MS = 5.0
 MAX_LAG_SHARE = 0.1
 """Of the median TTFT: a client that is later than this measures itself."""
 Json = dict[str, Any]
@@ -172,7 +173,8 @@ def _cautions(result: Mapping[str, Any]) -> list[str]:
             "prompts were plain words, about a token each; --tokenizer makes them exact"
         )
     lag_ms, ttft_ms = result["median_lag_ms"], result.get("median_ttft_ms")
-    if result["max_concurrency"] is None and ttft_ms and lag_ms > MAX_LAG_SHARE * ttft_ms:
+    is_bounded = result["max_concurrency"] is not None
+    if not is_bounded and ttft_ms and lag_ms > max(MIN_LAG_MS, MAX_LAG_SHARE * ttft_ms):
         cautions.append("the client sent late: the figures are its own as much as the server's")
     if result["interrupted"]:
         cautions.append("interrupted: requests that had not ended are not counted")

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
+from pathlib import Path
 from typing import Any
 
 from loadtest.capacity import Capacity, SearchBounds, Trial, find_capacity
@@ -35,7 +36,7 @@ from loadtest.load_sources import prompts_of, read_requests
 from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
 from loadtest.measures import DEFINITIONS, Slo, Summary
-from loadtest.provenance import command_line, describe_machine, timestamp
+from loadtest.provenance import keep_result, origin
 from loadtest.send_times import steady_times
 from loadtest.target_check import check_target
 from loadtest.trace import TraceRequest
@@ -171,9 +172,7 @@ def _result_of(
     settings: CapacitySettings, capacity: Capacity, idle_ttft_s: float, num_prompts: int
 ) -> Json:
     return {
-        "date": timestamp(),
-        "command": command_line(),
-        "machine": describe_machine(),
+        **origin(),
         "model_id": settings.target.model,
         "num_prompts_per_trial": num_prompts,
         "slo": settings.slo.as_text(),
@@ -207,6 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--start-rate", type=float, default=1.0, help="requests per second")
     group.add_argument("--lowest-rate", type=float, default=0.01)
     group.add_argument("--highest-rate", type=float, default=100_000.0)
+    group.add_argument("--save-result", type=Path, help="write the result to this file as well")
     group.add_argument("--tolerance", type=float, default=0.05, help="relative, of the result")
 
 
@@ -238,6 +238,8 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; the rates that were tried stand above", file=sys.stderr)
         return INTERRUPTED
+    if arguments.save_result is not None:
+        keep_result(arguments.save_result, result)
     print(json.dumps(result, indent=2))
     return 0 if result["capacity"] else 1
 

@@ -21,6 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from deployments.config import SchedulerConfig
 from loadtest.client import Ask, Client, Target
 from loadtest.load_prompts import WordPrompts
 from loadtest.load_run import LoadRun, PlannedRequest
@@ -28,7 +29,7 @@ from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
 from loadtest.local_service import changed_config, local_service
 from loadtest.measures import DEFINITIONS, Slo, Summary, result_json
-from loadtest.provenance import command_line, describe_machine, timestamp
+from loadtest.provenance import keep_result, origin
 from loadtest.send_times import steady_times
 from loadtest.target_check import check_target
 from loadtest.trace import TraceRequest
@@ -124,6 +125,24 @@ class Contest:
         return {key: result[key] for key in (*names, *figures)}
 
 
+def configs_of(settings: ChunkingSettings) -> dict[str, Json]:
+    """The Serve configs of both services, by name.
+
+    Raises:
+        ValueError: the config has no application, or several.
+    """
+    chunked = changed_config(settings.config, {})
+    scheduler = chunked["applications"][0]["args"].get("scheduler") or {}
+    # Room for a whole prompt beside as many decodes as there may be.
+    max_num_seqs = scheduler.get("max_num_seqs", SchedulerConfig().max_num_seqs)
+    whole: Json = {
+        "chunk_size": settings.context,
+        "overlap_ratio": 0.0,
+        "max_num_batched_tokens": settings.context + max_num_seqs,
+    }
+    return {CHUNKED: chunked, WHOLE: changed_config(settings.config, {"scheduler": whole})}
+
+
 def run_bench(settings: ChunkingSettings) -> Json:
     """Start both services, load them in turns, end them; the result.
 
@@ -131,24 +150,15 @@ def run_bench(settings: ChunkingSettings) -> Json:
         ServiceFailed: one did not come up.
         ValueError: the config is not fit for it; one line says why.
     """
-    whole: Json = {
-        "chunk_size": settings.context,
-        "overlap_ratio": 0.0,
-        "max_num_batched_tokens": settings.context + 64,
-    }
-    configs = {
-        CHUNKED: changed_config(settings.config, {}),
-        WHOLE: changed_config(settings.config, {"scheduler": whole}),
-    }
+    configs = configs_of(settings)
     with ExitStack() as stack:
         urls = {name: stack.enter_context(local_service(c)) for name, c in configs.items()}
         figures = asyncio.run(_contest(settings, urls))
     return {
-        "date": timestamp(),
-        "command": command_line(),
-        "machine": describe_machine(),
+        **origin(),
         "scheduler": {
-            name: config["applications"][0]["args"]["scheduler"] for name, config in configs.items()
+            name: config["applications"][0]["args"].get("scheduler")
+            for name, config in configs.items()
         },
         **figures,
         "definitions": DEFINITIONS,
@@ -202,11 +212,9 @@ def settings_of(arguments: argparse.Namespace) -> ChunkingSettings:
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print the figures as JSON; 1 if a request failed."""
     result = run_bench(settings_of(arguments))
-    text = json.dumps(result, indent=2)
     if arguments.save_result is not None:
-        arguments.save_result.parent.mkdir(parents=True, exist_ok=True)
-        arguments.save_result.write_text(text + "\n", encoding="utf-8")
-    print(text)
+        keep_result(arguments.save_result, result)
+    print(json.dumps(result, indent=2))
     return int(any(part["failed"] for kind in ("short", "long") for part in result[kind].values()))
 
 

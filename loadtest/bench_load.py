@@ -18,7 +18,7 @@ from itertools import count, repeat
 
 from loadtest.client import Ask
 from loadtest.load_arguments import LoadSettings, add_arguments, settings_of
-from loadtest.load_result import Json, result_of, table_of
+from loadtest.load_result import Json, RunState, result_of, table_of
 from loadtest.load_session import Load, LoadSession
 from loadtest.load_sources import due_times, prompts_of, read_requests
 from loadtest.load_tally import LoadTally
@@ -40,7 +40,7 @@ async def run_load(settings: LoadSettings) -> Json:
         OSError: a file cannot be read or written.
     """
     # What cannot be told afterwards is refused before.
-    result_of(settings, LoadTally(settings.result.slo), 0.0, False, "")
+    result_of(settings, LoadTally(settings.result.slo), RunState("", 0, 0.0, False))
     requests = read_requests(settings.workload)
     prompts = prompts_of(settings.workload, settings.target)
     times_s = due_times(requests, settings.pace)

@@ -10,8 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +22,7 @@ from loadtest.bench_serve import free_port
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 LOG_TAIL = 2000
+READY = b"ready: "
 
 
 class ServiceFailed(RuntimeError):
@@ -65,28 +64,20 @@ def local_service(config: Mapping[str, Any]) -> Iterator[str]:
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(process, url, log)
-            yield url
+            _wait_until_ready(process, log)
+            yield f"http://127.0.0.1:{port}"
         finally:
             _end(process)
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not _is_ready(url):
+    # Its own word, not the first good answer: its proxy may start anew before that.
+    while READY not in log.read_bytes():
         if process.poll() is not None or time.monotonic() > deadline_s:
             tail = log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
             raise ServiceFailed(f"the service did not come up:\n{tail}")
         time.sleep(0.5)
-
-
-def _is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/ready", timeout=10.0) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

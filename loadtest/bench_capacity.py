@@ -17,6 +17,7 @@ import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from itertools import count, islice, repeat
+from pathlib import Path
 from typing import Any
 
 from loadtest.capacity import Capacity, SearchBounds, Trial, find_capacity
@@ -29,12 +30,13 @@ from loadtest.load_arguments import (
     target_of,
     workload_of,
 )
+from loadtest.load_prompts import Prompts
 from loadtest.load_run import LoadRun
-from loadtest.load_sources import make_prompts, read_requests
+from loadtest.load_sources import prompts_of, read_requests
 from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
 from loadtest.measures import DEFINITIONS, Slo, Summary
-from loadtest.provenance import command_line, describe_machine, timestamp
+from loadtest.provenance import keep_result, origin
 from loadtest.send_times import steady_times
 from loadtest.target_check import check_target
 from loadtest.trace import TraceRequest
@@ -78,12 +80,15 @@ class RateTrials:
     Args:
         settings: of all of them.
         requests: that each load sends.
+        prompts: theirs.
     """
 
-    def __init__(self, settings: CapacitySettings, requests: Collection[TraceRequest]) -> None:
+    def __init__(
+        self, settings: CapacitySettings, requests: Collection[TraceRequest], prompts: Prompts
+    ) -> None:
         self._settings = settings
         self._requests = requests
-        self._prompts = make_prompts(settings.workload)
+        self._prompts = prompts
         self._next_number = 0
         self._idle_ttft_s = asyncio.run(self._measure_idle())
 
@@ -152,10 +157,13 @@ def run_search(settings: CapacitySettings, model: str | None) -> Json:
     """
     requests = read_requests(settings.workload)
     first = next(iter(requests))
-    probe = Ask(make_prompts(settings.workload).prompt(first, -1), 1)
-    target = asyncio.run(check_target(settings.target, model, probe))
-    settings = replace(settings, target=target)
-    trials = RateTrials(settings, requests)
+    prompts = prompts_of(settings.workload, settings.target)
+    probe = Ask(prompts.prompt(first, -1), 1)
+    checked = asyncio.run(check_target(settings.target, model, probe))
+    if checked.num_prompt_tokens is not None:
+        prompts = prompts.fitted(first, checked.num_prompt_tokens)
+    settings = replace(settings, target=checked.target)
+    trials = RateTrials(settings, requests, prompts)
     capacity = find_capacity(trials.run, settings.bounds)
     return _result_of(settings, capacity, trials.idle_ttft_s, len(requests))
 
@@ -164,9 +172,7 @@ def _result_of(
     settings: CapacitySettings, capacity: Capacity, idle_ttft_s: float, num_prompts: int
 ) -> Json:
     return {
-        "date": timestamp(),
-        "command": command_line(),
-        "machine": describe_machine(),
+        **origin(),
         "model_id": settings.target.model,
         "num_prompts_per_trial": num_prompts,
         "slo": settings.slo.as_text(),
@@ -200,6 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--start-rate", type=float, default=1.0, help="requests per second")
     group.add_argument("--lowest-rate", type=float, default=0.01)
     group.add_argument("--highest-rate", type=float, default=100_000.0)
+    group.add_argument("--save-result", type=Path, help="write the result to this file as well")
     group.add_argument("--tolerance", type=float, default=0.05, help="relative, of the result")
 
 
@@ -231,6 +238,8 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("interrupted; the rates that were tried stand above", file=sys.stderr)
         return INTERRUPTED
+    if arguments.save_result is not None:
+        keep_result(arguments.save_result, result)
     print(json.dumps(result, indent=2))
     return 0 if result["capacity"] else 1
 

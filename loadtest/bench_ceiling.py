@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from loadtest.bench_serve import free_port
@@ -30,6 +31,7 @@ from loadtest.client import Ask, Client, Target
 from loadtest.load_run import LoadRun, PlannedRequest
 from loadtest.load_tally import LoadTally
 from loadtest.measures import Slo
+from loadtest.provenance import keep_result, origin
 from loadtest.stub_openai import STUB_MODEL
 from loadtest.target_check import TargetError, check_target
 
@@ -108,6 +110,7 @@ def run_bench(seconds: float, num_streams: int) -> Json:
     with running_stub() as url:
         target = Target(url, "/v1/completions", STUB_MODEL)
         return {
+            **origin(),
             "num_streams": num_streams,
             "requests": asyncio.run(_measure(target, seconds, num_streams, 1)),
             "tokens": asyncio.run(_measure(target, seconds, num_streams, TOKENS_PER_ANSWER)),
@@ -118,11 +121,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this benchmark."""
     parser.add_argument("--seconds", type=float, default=5.0, help="of each of the two loads")
     parser.add_argument("--streams", type=int, default=64, help="in flight at once")
+    parser.add_argument("--save-result", type=Path, help="write the result to this file as well")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print the figures as JSON."""
-    print(json.dumps(run_bench(arguments.seconds, arguments.streams), indent=2))
+    result = run_bench(arguments.seconds, arguments.streams)
+    if arguments.save_result is not None:
+        keep_result(arguments.save_result, result)
+    print(json.dumps(result, indent=2))
     return 0
 
 

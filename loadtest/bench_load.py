@@ -18,9 +18,9 @@ from itertools import count, repeat
 
 from loadtest.client import Ask
 from loadtest.load_arguments import LoadSettings, add_arguments, settings_of
-from loadtest.load_result import Json, result_of, table_of
+from loadtest.load_result import Json, RunState, result_of, table_of
 from loadtest.load_session import Load, LoadSession
-from loadtest.load_sources import due_times, make_prompts, read_requests
+from loadtest.load_sources import due_times, prompts_of, read_requests
 from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
 from loadtest.target_check import check_target
@@ -40,13 +40,15 @@ async def run_load(settings: LoadSettings) -> Json:
         OSError: a file cannot be read or written.
     """
     # What cannot be told afterwards is refused before.
-    result_of(settings, LoadTally(settings.result.slo), 0.0, False, "")
+    result_of(settings, LoadTally(settings.result.slo), RunState("", 0, 0.0, False))
     requests = read_requests(settings.workload)
-    prompts = make_prompts(settings.workload)
+    prompts = prompts_of(settings.workload, settings.target)
     times_s = due_times(requests, settings.pace)
     first = next(iter(requests))
     probe = Ask(prompts.prompt(first, -1), min(PROBE_TOKENS, first.output_length))
-    target = await check_target(settings.target, settings.model, probe)
+    checked = await check_target(settings.target, settings.model, probe)
+    if checked.num_prompt_tokens is not None:
+        prompts = prompts.fitted(first, checked.num_prompt_tokens)
     load = Load(
         planned=plan_requests(requests, prompts, times_s),
         num_planned=len(requests),
@@ -55,7 +57,7 @@ async def run_load(settings: LoadSettings) -> Json:
             repeat(first, settings.num_warmups), prompts, repeat(None), count(-2, -1)
         ),
     )
-    return await LoadSession(replace(settings, target=target), load).run()
+    return await LoadSession(replace(settings, target=checked.target), load).run()
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -96,16 +96,19 @@ def _composition(run: Run, number: int) -> Chart | None:
     steps = run.part("steps")
     if not steps:
         return None
-    title = f"Tokens in a step: {run.label}"
-    figure, axes = _canvas(title, "seconds of the run", "tokens (mean of the steps)")
-    times_s, decode = _averaged(steps["time_s"], steps["num_decode_tokens"])
-    _, prefill = _averaged(steps["time_s"], steps["num_prefill_tokens"])
-    axes.stackplot(
-        times_s, decode, prefill, labels=["decode", "prefill"], colors=[DECODE, PREFILL], alpha=0.85
-    )
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    return _chart(figure, axes, f"steps_{number}", f"{title}, over time")
+    title = f"Tokens in a step (mean): {run.label}"
+    figure = _figure()
+    # Apart, for a prompt has a hundred times the tokens of a decode.
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for axes, kind, colour in ((upper, "decode", DECODE), (lower, "prefill", PREFILL)):
+        times_s, tokens = _averaged(steps["time_s"], steps[f"num_{kind}_tokens"])
+        axes.fill_between(times_s, tokens, color=colour, alpha=0.85, label=kind, linewidth=0)
+        _dress(axes, "", f"{kind} tokens")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+    upper.set_title(title, fontsize=11, loc="left")
+    lower.set_xlabel("seconds of the run")
+    return _saved(figure, f"steps_{number}", f"{title}, over time")
 
 
 def _sweep(runs: Sequence[Run], metric: str, title: str) -> Chart | None:
@@ -198,14 +201,22 @@ def _colour(number: int) -> str:
 
 
 def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
+    figure = _figure()
     axes = figure.subplots()
     axes.set_title(title, fontsize=11, loc="left")
+    _dress(axes, x_label, y_label)
+    return figure, axes
+
+
+def _figure() -> Figure:
+    return Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
+
+
+def _dress(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(visible=True, color="#e5e7eb", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _write_plainly(axis: Axis) -> None:
@@ -227,6 +238,10 @@ def _mark_bounds(line: Callable[..., Any], runs: Sequence[Run], metric: str) -> 
 
 def _chart(figure: Figure, axes: Axes, name: str, title: str) -> Chart:
     axes.legend(fontsize=8, frameon=False, loc="best")
+    return _saved(figure, name, title)
+
+
+def _saved(figure: Figure, name: str, title: str) -> Chart:
     png = io.BytesIO()
     # Without the library's version, so that equal results give equal files.
     figure.savefig(png, format="png", metadata={"Software": None})

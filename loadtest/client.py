@@ -62,6 +62,11 @@ class Target:
     has_running_usage: bool = True
     timeout_s: float = 3600.0
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether prompts are sent as chats, which take text alone."""
+        return self.endpoint.endswith("/chat/completions")
+
     def url(self, path: str) -> str:
         """Where a path of the server is."""
         base_url = self.base_url.rstrip("/")
@@ -104,7 +109,7 @@ def body_of(target: Target, ask: Ask) -> dict[str, Any]:
         "stream": True,
         "stream_options": usage,
     }
-    if target.endpoint.endswith("/chat/completions"):
+    if target.is_chat:
         body["messages"] = [{"role": "user", "content": ask.prompt}]
     else:
         body["prompt"] = ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt)

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 from loadtest.client import Target
 from loadtest.measures import Slo
+from loadtest.prompts import parse_languages
 from loadtest.send_times import RampStrategy, RampUp
 from loadtest.synthetic import LengthRange, Mix, parse_priorities
 
@@ -54,6 +56,7 @@ class WorkloadSettings:
     time_scale: float
     length_scale: float
     tokenizer: str | None
+    languages: Mapping[str, float]
     seed: int
 
 
@@ -143,7 +146,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--time-scale", type=float, default=1.0, help="of a trace's times")
     group.add_argument("--length-scale", type=float, default=1.0, help="of a trace's lengths")
     group.add_argument(
-        "--tokenizer", help="folder or file; prompts then have exactly their length in tokens"
+        "--tokenizer",
+        help="the model's: folder, tokenizer.json or hub id; prompts are then exactly as long as "
+        "wanted and share prefixes as the trace says. By default plain words, about a token each",
+    )
+    group.add_argument(
+        "--languages", default="en:6,zh:3,emoji:1", help="shares of the texts, with --tokenizer"
     )
     group.add_argument("--seed", type=int, default=0, help="of lengths, prompts and send times")
 
@@ -255,6 +263,7 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
     Raises:
         ArgumentsError: a dataset lacks its file.
         TraceError: no mix is of these shares.
+        PromptError: a language is not known.
     """
     dataset = Dataset(arguments.dataset_name)
     if dataset in (Dataset.TRACE, Dataset.LENGTHS) and arguments.dataset_path is None:
@@ -271,6 +280,7 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
         time_scale=arguments.time_scale,
         length_scale=arguments.length_scale,
         tokenizer=arguments.tokenizer,
+        languages=parse_languages(arguments.languages),
         seed=arguments.seed,
     )
 

@@ -6,11 +6,9 @@ and why. The metrics themselves are `measures`'.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from loadtest.load_arguments import LoadSettings, ResultSettings
@@ -20,6 +18,9 @@ from loadtest.provenance import command_line, describe_machine
 from loadtest.report_data import report_section
 from loadtest.stream_reader import TokenCount
 
+MIN_LAG_MS = 5.0
+MAX_LAG_SHARE = 0.1
+"""Of the median TTFT: a client that is later than this measures itself."""
 Json = dict[str, Any]
 _COUNTING = {
     TokenCount.USAGE: "by the usage that came with each event",
@@ -30,17 +31,30 @@ _COUNTING = {
 }
 
 
-def result_of(
-    settings: LoadSettings, tally: LoadTally, duration_s: float, is_interrupted: bool, date: str
-) -> Json:
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """How far a run is.
+
+    Args:
+        date: when it began.
+        num_planned: requests it was to send.
+        duration_s: of it so far.
+        is_interrupted: whether it was ended before all of them were sent and answered.
+    """
+
+    date: str
+    num_planned: int
+    duration_s: float
+    is_interrupted: bool
+
+
+def result_of(settings: LoadSettings, tally: LoadTally, state: RunState) -> Json:
     """The result so far.
 
     Args:
         settings: of the run, with the target that was checked.
         tally: of the requests that have ended.
-        duration_s: of the run so far.
-        is_interrupted: whether it was ended before all requests were sent and answered.
-        date: when the run began.
+        state: of the run.
     """
     target, workload, pace, result = (
         settings.target,
@@ -48,16 +62,18 @@ def result_of(
         settings.pace,
         settings.result,
     )
-    is_chat = target.endpoint.endswith("/chat/completions")
+    endpoint_type = "openai-chat" if target.is_chat else "openai"
     ramp_up = pace.ramp_up
     head: Json = {
-        "date": date,
-        "endpoint_type": "openai-chat" if is_chat else "openai",
-        "backend": "openai-chat" if is_chat else "openai",
+        "date": state.date,
+        "endpoint_type": endpoint_type,
+        "backend": endpoint_type,
         "label": result.label,
         "model_id": target.model,
         "tokenizer_id": workload.tokenizer,
-        "num_prompts": tally.num_ended,
+        "dataset_name": workload.dataset.value,
+        "dataset_path": None if workload.path is None else str(workload.path),
+        "num_prompts": state.num_planned,
         "command": command_line(),
         "machine": describe_machine(),
         **result.metadata,
@@ -70,11 +86,11 @@ def result_of(
         head["ramp_up_start_rps"] = ramp_up.start_rps
         head["ramp_up_end_rps"] = ramp_up.end_rps
     metrics = tuple(dict.fromkeys((*result.metrics, "worst_gap", "lag")))
-    summary = tally.summary(duration_s)
+    summary = tally.summary(state.duration_s)
     return {
         **head,
         "self_timed": pace.is_self_timed,
-        "interrupted": is_interrupted,
+        "interrupted": state.is_interrupted,
         **result_json(summary, metrics, result.percentiles),
         "first_faults": tally.first_faults,
         "tokens_counted_by": dict(tally.counted_by),
@@ -99,18 +115,6 @@ def file_name(settings: LoadSettings, date: str) -> str:
     return f"{settings.result.label}-{rate}{concurrency}-{model}-{date}.json"
 
 
-def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Replace the file by this result, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, path)
-
-
 # --- for a person ---------------------------------------------------------------------------------
 
 
@@ -122,7 +126,7 @@ def table_of(result: Mapping[str, Any], settings: ResultSettings) -> str:
     for metric in dict.fromkeys((*settings.metrics, "worst_gap", "lag")):
         figures = [result.get(f"{key}_{metric}_ms") for key in keys]
         lines.append(metric.ljust(12) + "".join(_figure(figure).rjust(11) for figure in figures))
-    lines += ["", *_failures(result), *_counting(result), "", DEFINITIONS]
+    lines += ["", *_failures(result), *_counting(result), *_cautions(result), "", DEFINITIONS]
     return "\n".join(lines)
 
 
@@ -162,3 +166,19 @@ def _counting(result: Mapping[str, Any]) -> list[str]:
         for way, words in _COUNTING.items()
         if way.value in counted
     ]
+
+
+def _cautions(result: Mapping[str, Any]) -> list[str]:
+    """What a reader should know before the figures are believed."""
+    cautions = []
+    if result["tokenizer_id"] is None:
+        cautions.append(
+            "prompts were plain words, about a token each; --tokenizer makes them exact"
+        )
+    lag_ms, ttft_ms = result["median_lag_ms"], result.get("median_ttft_ms")
+    is_bounded = result["max_concurrency"] is not None
+    if not is_bounded and ttft_ms and lag_ms > max(MIN_LAG_MS, MAX_LAG_SHARE * ttft_ms):
+        cautions.append("the client sent late: the figures are its own as much as the server's")
+    if result["interrupted"]:
+        cautions.append("interrupted: requests that had not ended are not counted")
+    return cautions

@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from loadtest.client import Client
 from loadtest.load_arguments import LoadSettings
-from loadtest.load_result import Json, file_name, result_of, write_result
+from loadtest.load_result import Json, RunState, file_name, result_of
 from loadtest.load_run import EndedRequest, LoadRun, PlannedRequest
 from loadtest.load_tally import LoadTally
-from loadtest.provenance import timestamp
+from loadtest.provenance import keep_result, timestamp
 
 SAVE_PERIOD_S = 60.0
 MAX_OPEN_FILES = 65536
@@ -124,11 +124,12 @@ class LoadSession:
             self._save()
 
     def _save(self) -> Json:
-        result = result_of(
-            self._settings, self._tally, self._duration_s(), self._is_interrupted, self._date
+        state = RunState(
+            self._date, self._load.num_planned, self._duration_s(), self._is_interrupted
         )
+        result = result_of(self._settings, self._tally, state)
         if self.result_path is not None:
-            write_result(self.result_path, result)
+            keep_result(self.result_path, result)
         return result
 
     def _duration_s(self) -> float:

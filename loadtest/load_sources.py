@@ -1,4 +1,4 @@
-"""From the flags of a load to its requests and prompts: reads the trace, draws the lengths.
+"""From the flags of a load to its requests: reads the trace, draws the lengths, sets the times.
 
 Owns which dataset name stands for what. Formats of traces are `converters`', mixes `synthetic`'s.
 """
@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from itertools import repeat
 
 from loadtest.arrivals import scale_lengths, scale_times, spread_ticks
+from loadtest.client import Target
 from loadtest.converters import open_trace
 from loadtest.load_arguments import (
     DEFAULT_NUM_PROMPTS,
@@ -17,14 +18,8 @@ from loadtest.load_arguments import (
     PaceSettings,
     WorkloadSettings,
 )
-from loadtest.load_workload import (
-    Prompts,
-    RandomLengths,
-    WordPrompts,
-    WorkloadError,
-    first_requests,
-    own_times,
-)
+from loadtest.load_prompts import Prompts, make_prompts
+from loadtest.load_workload import RandomLengths, WorkloadError, first_requests, own_times
 from loadtest.send_times import ramped_times, steady_times
 from loadtest.synthetic import synthesize
 from loadtest.trace import TraceRequest
@@ -85,6 +80,11 @@ def due_times(requests: Collection[TraceRequest], pace: PaceSettings) -> Iterato
     return steady_times(len(requests), pace.request_rate, pace.burstiness, pace.seed)
 
 
-def make_prompts(settings: WorkloadSettings) -> Prompts:
-    """What makes the words of the requests."""
-    return WordPrompts(settings.seed)
+def prompts_of(settings: WorkloadSettings, target: Target) -> Prompts:
+    """What makes the words of the requests.
+
+    Raises:
+        TokenizerError: there is no such tokenizer.
+        PromptError: it has no words of one token.
+    """
+    return make_prompts(settings.tokenizer, settings.languages, settings.seed, target.is_chat)

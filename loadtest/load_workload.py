@@ -13,23 +13,15 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Protocol
 
 from loadtest.client import Ask
+from loadtest.load_prompts import Prompts
 from loadtest.load_run import PlannedRequest
 from loadtest.trace import TraceRequest
-from loadtest.words import WORDS
 
 
 class WorkloadError(ValueError):
     """A workload that cannot be made; the message is one line and says what to change."""
-
-
-class Prompts(Protocol):
-    """Makes prompts of wanted lengths."""
-
-    def prompt(self, request: TraceRequest, number: int) -> str | Sequence[int]:
-        """The prompt of the request of this number; the same for the same number and request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +67,6 @@ class RandomLengths:
     def _draw(self, chance: random.Random, length: int) -> int:
         spread = int(length * self.range_ratio)
         return max(1, chance.randint(length - spread, length + spread))
-
-
-class WordPrompts:
-    """Prompts of simple words, each about one token in English vocabularies; for a target whose
-    tokenizer is not at hand. They differ from their first words on, and share no prefix.
-
-    Args:
-        seed: of the words.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def prompt(self, request: TraceRequest, number: int) -> str:
-        """So many words as the request has prompt tokens."""
-        chance = random.Random(self._seed * 1_000_003 + number)
-        return "".join(chance.choices(WORDS, k=request.input_length)).lstrip()
 
 
 def first_requests(requests: Sequence[TraceRequest], num_prompts: int | None) -> list[TraceRequest]:

@@ -1,13 +1,16 @@
-"""Where a kept result came from: the command, the date, the machine."""
+"""Results that are kept, and where they came from: the command, the date, the machine."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 
 def command_line() -> str:
@@ -27,6 +30,18 @@ def origin() -> dict[str, str]:
 def timestamp() -> str:
     """Now, as `vllm bench serve` writes it: 20261202-153000."""
     return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def keep_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Replace the file by this result, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, path)
 
 
 def describe_machine() -> str:

@@ -84,12 +84,13 @@ def main(arguments: argparse.Namespace) -> int:
     began_s = perf_counter()
     result = simulate(trace, fleet)
     wall_s = perf_counter() - began_s
+    if arguments.save_result is not None:
+        saved = {**origin(), "label": arguments.label, **sim_result_json(result, fleet)}
+        arguments.save_result.write_text(json.dumps(saved) + "\n", encoding="utf-8")
     print(describe(result, fleet, wall_s))
     if result.is_saturated:
         print(saturation_warning(result), file=sys.stderr)
     if arguments.save_result is not None:
-        saved = {**origin(), "label": arguments.label, **sim_result_json(result, fleet)}
-        arguments.save_result.write_text(json.dumps(saved) + "\n", encoding="utf-8")
         print(f"saved to {arguments.save_result}")
     return 0
 

@@ -4,7 +4,6 @@ were busy by phase, and whether its queue grew to the end.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -82,7 +81,7 @@ class BusyTime:
     """The time that GPUs spent on steps.
 
     Args:
-        until_s: steps that begin later do not count: a fleet that only drains is idle by design.
+        until_s: what is later does not count: a fleet that only drains is idle by design.
     """
 
     def __init__(self, until_s: float) -> None:
@@ -92,9 +91,10 @@ class BusyTime:
 
     def add(self, step: StepStats) -> None:
         """Take in a step."""
-        if step.started_s > self._until_s:
+        duration_s = min(step.execute_s, self._until_s - step.started_s)
+        if duration_s <= 0.0:
             return
-        duration_s, num_prefill = step.execute_s, step.num_prefill_tokens
+        num_prefill = step.num_prefill_tokens
         prefill_s = duration_s * num_prefill / (num_prefill + step.num_decode_tokens)
         self._prefill_s += prefill_s
         self._decode_s += duration_s - prefill_s
@@ -105,11 +105,9 @@ class BusyTime:
 
     def add_decodes(self, start_s: float, ends_s: Sequence[float]) -> None:
         """Take in steps without a chunk, one after the other."""
-        num_counted = bisect_right(ends_s, self._until_s) + 1  # and the one that runs then
-        if start_s <= self._until_s:
-            duration_s = ends_s[min(num_counted, len(ends_s)) - 1] - start_s
-            self._decode_s += duration_s
-            self._decode_active_s += duration_s
+        duration_s = max(0.0, min(ends_s[-1], self._until_s) - start_s)
+        self._decode_s += duration_s
+        self._decode_active_s += duration_s
 
     def shares(self, from_s: float, num_replicas: int) -> Utilisation:
         """Of the time from `from_s` to the last arrival, over all replicas."""

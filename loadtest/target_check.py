@@ -6,21 +6,33 @@ result of nothing but errors.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from loadtest.client import CANNOT_CONNECT, CONNECTION_REFUSED, Ask, Client, Target
+from loadtest.client import CANNOT_CONNECT, CONNECTION_REFUSED, Answer, Ask, Client, Target
 from loadtest.stream_reader import NOT_OPENAI, AnswerFault
 
 MODELS_PATH = "/v1/models"
 MAX_NAMES = 5
-_REFUSALS_OF_A_FIELD = ("status 400", "status 422")
 
 
 class TargetError(ValueError):
     """The server cannot be measured; the message is one line and says what to change."""
 
 
-async def check_target(target: Target, model: str | None, ask: Ask) -> Target:
+@dataclass(frozen=True, slots=True)
+class CheckedTarget:
+    """A target that answers.
+
+    Args:
+        target: with its model, and without running usage if the server refuses it.
+        num_prompt_tokens: that it counted of the request it was asked; None if it does not say.
+    """
+
+    target: Target
+    num_prompt_tokens: int | None
+
+
+async def check_target(target: Target, model: str | None, ask: Ask) -> CheckedTarget:
     """Ask the server for its models, then for one answer.
 
     Args:
@@ -28,28 +40,29 @@ async def check_target(target: Target, model: str | None, ask: Ask) -> Target:
         model: the name to send; None: the first that the server serves.
         ask: a request as the load will send them.
 
-    Returns:
-        The target with its model, and without running usage if the server refuses it.
-
     Raises:
         TargetError: the server is down, serves another model, or does not answer as OpenAI does.
     """
     async with Client(target) as client:
         name = await _model_name(client, model)
     target = replace(target, model=name)
-    fault = await _fault_of_one(target, ask)
-    if fault is not None and fault.kind in _REFUSALS_OF_A_FIELD and target.has_running_usage:
+    answer = await _answer_to(target, ask)
+    if _is_refusal_of_a_field(answer) and target.has_running_usage:
         # `continuous_usage_stats` is vLLM's; servers that are strict about fields refuse it.
         target = replace(target, has_running_usage=False)
-        fault = await _fault_of_one(target, ask)
-    if fault is not None:
-        raise _error_of(target, target.endpoint, fault)
-    return target
+        answer = await _answer_to(target, ask)
+    if answer.fault is not None:
+        raise _error_of(target, target.endpoint, answer.fault)
+    return CheckedTarget(target, answer.streamed.num_prompt_tokens if answer.streamed else None)
 
 
-async def _fault_of_one(target: Target, ask: Ask) -> AnswerFault | None:
+def _is_refusal_of_a_field(answer: Answer) -> bool:
+    return answer.fault is not None and answer.fault.kind in ("status 400", "status 422")
+
+
+async def _answer_to(target: Target, ask: Ask) -> Answer:
     async with Client(target) as client:
-        return (await client.send(ask)).fault
+        return await client.send(ask)
 
 
 async def _model_name(client: Client, wanted: str | None) -> str:

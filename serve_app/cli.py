@@ -226,6 +226,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     from loadtest import (
         bench_capacity,
         bench_ceiling,
+        bench_chunking,
         bench_load,
         bench_serve,
         bench_soak,
@@ -252,18 +253,23 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
                 bench_capacity,
                 "the highest request rate that a server sustains under an SLO",
             ),
+            "chunking": (
+                bench_chunking,
+                "short requests beside long ones, chunked prefill on and off",
+            ),
             "ceiling": (bench_ceiling, "how much the load client itself can receive"),
         },
     )
 
 
 def _add_load_tests(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from loadtest import calibrate, plan, report, sim_command
+    from loadtest import calibrate, plan, report, sim_command, trace_tool
     from loadtest.studies import command as study_command
 
     _add_modules(
         commands,
         {
+            "trace": (trace_tool, "describe and convert traces of load"),
             "simulate": (sim_command, "serve a trace on a fleet of simulated GPUs"),
             "plan": (plan, "how many GPUs serve a trace within an SLO"),
             "calibrate": (calibrate, "fit a cost model to an engine's step log"),

@@ -89,7 +89,7 @@ def test_an_interrupt_keeps_what_has_ended(tmp_path: Path) -> None:
         assert bench_load("--base-url", url, *SMALL, *more) == 130
     result = saved(tmp_path)
     assert result["interrupted"] is True
-    assert result["completed"] == 3
+    assert (result["completed"], result["num_prompts"]) == (3, 6)
 
 
 def test_a_trace_is_replayed_at_its_times(tmp_path: Path) -> None:
@@ -132,6 +132,8 @@ async def _html(_: web.Request) -> web.StreamResponse:
         (["--max-concurrency", "0"], "--max-concurrency must be above 0"),
         (["--num-prompts", "0"], "must be at least 1"),
         (["--dataset-name", "synthetic", "--mix-short", "9-3"], "no lengths from 9 to 3"),
+        (["--tokenizer", "/nowhere"], "no tokenizer at /nowhere; give --tokenizer"),
+        (["--languages", "xx"], "no languages xx"),
         (["--metadata", "version"], "--metadata takes KEY=VALUE"),
     ],
 )

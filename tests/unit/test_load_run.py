@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Iterator
 
@@ -117,6 +118,20 @@ def test_an_interrupted_run_keeps_what_has_ended_and_leaves_the_rest() -> None:
         assert (len(ended), run.num_in_flight) == (2, 0)
 
     asyncio.run(scene())
+
+
+def test_nothing_is_held_of_requests_that_have_ended() -> None:
+    """A run of hours grows with every request that it has sent."""
+    held = []
+
+    def look(ended: EndedRequest) -> None:
+        if ended.planned.ask.prompt in ("500", "1500"):
+            gc.collect()
+            held.append(sum(isinstance(each, PlannedRequest) for each in gc.get_objects()))
+
+    run = LoadRun(GatedSender(), look, max_concurrency=4)
+    asyncio.run(run.run(planned(*[None] * 2000)))
+    assert len(held) == 2 and max(held) <= 4 + 2
 
 
 def test_a_fault_of_the_listener_ends_the_run() -> None:

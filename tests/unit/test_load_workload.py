@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from loadtest.load_prompts import WordPrompts
 from loadtest.load_workload import (
     RandomLengths,
-    WordPrompts,
     WorkloadError,
     first_requests,
     own_times,
@@ -25,15 +25,6 @@ def test_random_lengths_stay_in_their_range_and_repeat() -> None:
     assert {request.input_length for request in first} <= set(range(50, 151))
     assert {request.output_length for request in first} == set(range(5, 16))
     assert list(RandomLengths(1, 7, 8))[0] == TraceRequest(0.0, 7, 8)
-
-
-def test_prompts_of_words_have_their_length_and_differ_early() -> None:
-    """Prompts share a prefix that the server caches, or change when a run is repeated."""
-    prompts = WordPrompts(seed=1)
-    texts = [prompts.prompt(TRACE[0], number) for number in range(20)]
-    assert {len(text.split()) for text in texts} == {100}
-    assert len({tuple(text.split()[:12]) for text in texts}) == 20
-    assert texts[3] == WordPrompts(seed=1).prompt(TRACE[0], 3) != WordPrompts(2).prompt(TRACE[0], 3)
 
 
 def test_a_plan_holds_what_the_trace_says() -> None:

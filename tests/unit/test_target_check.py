@@ -22,7 +22,7 @@ def check(
 ) -> Target:
     async def scene() -> Target:
         async with serving(handler, models) as url:
-            return await check_target(Target(url, endpoint, ""), model, ASK)
+            return (await check_target(Target(url, endpoint, ""), model, ASK)).target
 
     return asyncio.run(scene())
 

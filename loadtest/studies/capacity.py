@@ -22,7 +22,7 @@ from loadtest.converters import load_trace
 from loadtest.measures import result_json
 from loadtest.policies import POLICIES
 from loadtest.simulate import FleetConfig, simulate
-from loadtest.studies.results import add_result_argument, keep_result
+from loadtest.studies.results import add_result_argument, keep_result, tell
 from loadtest.trace import TraceRequest
 
 LENGTHS = "sarathi_sharegpt_8k_lengths.csv"
@@ -109,9 +109,16 @@ def find_capacity(
 ) -> float:
     """Requests per second that one GPU serves within a setting."""
     fleet = fleet_for(policy, cost_model, setting)
-    return find_highest_rate(
-        lambda rate: measure(fleet, workload, rate).is_within(setting), most=8.0
-    )
+
+    def is_served(rate: float) -> bool:
+        pauses = measure(fleet, workload, rate)
+        tell(
+            f"{policy} at {rate:.2f}/s: P99 TBT {pauses.p99_tbt_s:.3f} s, "
+            f"median wait {pauses.median_queued_s:.2f} s"
+        )
+        return pauses.is_within(setting)
+
+    return find_highest_rate(is_served, most=8.0)
 
 
 def study(

@@ -21,7 +21,7 @@ from loadtest.arrivals import arriving_at
 from loadtest.converters import load_trace
 from loadtest.measures import RequestRecord, result_json
 from loadtest.simulate import FleetConfig, SimResult, simulate
-from loadtest.studies.results import add_result_argument, keep_result
+from loadtest.studies.results import add_result_argument, keep_result, tell
 from loadtest.trace import TraceRequest
 
 CONVERSATIONS = "azure_llm_2023_conv.csv"
@@ -165,9 +165,13 @@ def main(arguments: argparse.Namespace) -> int:
     )
     # A third of the requests tells whether a fleet will do; the last run is of all of them.
     sample = trace[: len(trace) // 3]
-    num_gpus = find_fewest(
-        lambda num: meets(simulate(sample, fleet_of(cost_model, num)), target), arguments.most
-    )
+
+    def is_enough(num_gpus: int) -> bool:
+        result = simulate(sample, fleet_of(cost_model, num_gpus))
+        tell(f"{num_gpus} GPUs: P99 TTFT {result_json(result.summary)['p99_ttft_ms']:.0f} ms")
+        return meets(result, target)
+
+    num_gpus = find_fewest(is_enough, arguments.most)
     fleet = fleet_of(cost_model, num_gpus)
     result = simulate(trace, fleet)
     burst = find_busiest(load_trace(CODE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ def add_result_argument(parser: argparse.ArgumentParser, name: str) -> None:
         default=RESULTS_DIR / f"study_{name}.json",
         help="the result's file",
     )
+
+
+def tell(progress: str) -> None:
+    """One line for whoever waits; a study takes minutes."""
+    print(progress, file=sys.stderr, flush=True)
 
 
 def keep_result(path: Path, figures: Mapping[str, Any]) -> None:

@@ -9,10 +9,10 @@ import pytest
 from loadtest.load_prompts import (
     TextPrompts,
     TokenIdPrompts,
-    TokenizerError,
     WordPrompts,
     make_prompts,
 )
+from loadtest.tokenizer_source import TokenizerError
 from loadtest.trace import TraceRequest
 from tests.unit.made_tokenizers import KINDS, made_tokenizer
 

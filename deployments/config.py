@@ -136,6 +136,9 @@ class ExecutionConfig(Section):
     compile_kernels: bool = True
     """On a CPU: build the kernel for a few rows with the machine's C++ compiler, once; without one
     torch does the same, slower."""
+    step_log_dir: Path | None = None
+    """Where each replica writes the shapes and times of its first steps, a file each, for
+    `chunkserve calibrate`; by default nowhere."""
 
 
 class IngressConfig(Section):

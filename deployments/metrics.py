@@ -173,7 +173,7 @@ class EngineMeters(EngineObserver):
         """See EngineObserver."""
         tokens = step.tokens
         num_tokens = step.num_prefill_tokens + step.num_decode_tokens
-        num_chunks = len(step.chunks) - step.num_decode_tokens
+        num_chunks = len(step.prefills)
         executed_s = step.started_s + step.schedule_s
         with self._lock:
             if num_tokens:

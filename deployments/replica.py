@@ -4,12 +4,13 @@ purpose.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import generate_latest
 from ray import serve
 
@@ -28,6 +29,9 @@ from deployments.protocol import (
 from deployments.replica_choice import ReplicaReport, count_tokens
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from deployments.engine.stats import EngineObserver
     from deployments.engine.token_stream import Usher
     from deployments.execution.model_executor import ModelExecutor
 
@@ -55,7 +59,8 @@ class EngineReplica:
             from deployments.execution.kv_cache import used_bytes_reader
         clock = WallClock()
         meters = EngineMeters(clock)
-        engine = Engine.build(config.scheduler, config.cache, executor, clock, [meters])
+        observers = [meters, *self._step_logs(config.execution.step_log_dir)]
+        engine = Engine.build(config.scheduler, config.cache, executor, clock, observers)
         self._grammars = PreparedGrammars(executor.grammars)
         self._card = executor.model_card()
         self._thread = EngineThread(engine, clock, stuck_after_s=config.pool.stuck_after_s)
@@ -68,12 +73,22 @@ class EngineReplica:
                 find_used_bytes=used_bytes_reader(executor.device),
             )
         )
+        self._num_tasks = Gauge(
+            "chunkserve_asyncio_tasks",
+            "Tasks on the event loop; what is left when nothing runs has leaked.",
+            registry=self._registry,
+        )
         self._thread.start()
         self._num_cacheable_blocks = (
             executor.limits.num_blocks - 1 if config.cache.enable_prefix_caching else 0
         )
         self._num_outstanding_tokens = 0
         self._relays = TokenRelays(config.pool.stream_interval_s)
+
+    def _step_logs(self, folder: Path | None) -> list[EngineObserver]:
+        from deployments.engine.step_log_file import StepLogFile
+
+        return [] if folder is None else [StepLogFile(folder / f"{self._name}.jsonl")]
 
     @staticmethod
     def load(config: ServiceConfig) -> ModelExecutor:
@@ -137,6 +152,7 @@ class EngineReplica:
 
     async def metrics(self) -> ReplicaMetrics:
         """Its page for Prometheus, at this moment."""
+        self._num_tasks.set(len(asyncio.all_tasks()))
         this = serve.get_replica_context().replica_id
         return ReplicaMetrics(
             deployment=this.deployment_id.name,

@@ -88,7 +88,8 @@ class PrefixIndex:
 class _Replica:
     """What is believed of one replica."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name_crc = crc32(name.encode())
         self.index = PrefixIndex(MAX_BLOCKS_UNREPORTED)
         self.tokens_by_request: dict[str, int] = {}
         self.num_own_tokens = 0
@@ -121,11 +122,12 @@ class ReplicaChooser:
         self._slack_tokens = slack_tokens
         self._block_size = block_size
         self._replicas: dict[str, _Replica] = {}
+        self._replica_of: dict[str, _Replica] = {}  # by the key of a sending
         self._tried: OrderedDict[str, set[str]] = OrderedDict()
 
     def set_replicas(self, names: Iterable[str]) -> None:
         """These replicas exist and no others. One that comes back comes with nothing known."""
-        self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
+        self._replicas = {name: self._replicas.get(name) or _Replica(name) for name in names}
 
     def report(self, name: str, report: ReplicaReport) -> None:
         """Take in what a replica says. What it has beyond what came from here, others sent it
@@ -158,28 +160,21 @@ class ReplicaChooser:
         if not self._replicas:
             return []
         tried = self._tried.get(request.request_id, set())
-        least = min(
-            (r.outstanding for name, r in self._replicas.items() if name not in tried), default=0
-        )
+        untried = [r.outstanding for name, r in self._replicas.items() if name not in tried]
+        least = min(untried, default=0)
         hashes = request.block_hashes
         # So that several routers, none of which knows anything yet, choose alike.
         taste = hashes[0] if hashes else b""
-
-        def worse(name: str) -> tuple[bool, bool, int, int, int]:
-            replica = self._replicas[name]
-            num_matched = replica.index.num_matched(hashes)
-            slack = max(self._slack_tokens, num_matched * self._block_size)
-            is_over = replica.outstanding > max(self._balance_factor * least, least + slack)
-            tie = crc32(name.encode() + taste)
-            return (
-                name in tried,
-                is_over,
-                0 if is_over else -num_matched,
-                replica.outstanding,
-                tie,
-            )
-
-        return sorted(self._replicas, key=worse)
+        bound = max(self._balance_factor * least, least + self._slack_tokens)
+        ranks: list[tuple[bool, bool, int, int, int, str]] = []
+        for name, replica in self._replicas.items():
+            outstanding = replica.num_own_tokens + replica.num_foreign_tokens
+            num_matched = replica.index.num_matched(hashes) if hashes else 0
+            is_over = outstanding > bound and outstanding > least + num_matched * self._block_size
+            rank = 0 if is_over else -num_matched
+            tie = crc32(taste, replica.name_crc)
+            ranks.append((name in tried, is_over, rank, outstanding, tie, name))
+        return [entry[-1] for entry in sorted(ranks)]
 
     def begin(self, name: str, key: str, request: GenerateRequest) -> None:
         """A request goes to a replica; if it was counted elsewhere under this key, it moves.
@@ -197,6 +192,7 @@ class ReplicaChooser:
         num_tokens = count_tokens(request, num_cached)
         replica.tokens_by_request[key] = num_tokens
         replica.num_own_tokens += num_tokens
+        self._replica_of[key] = replica
         replica.index.touch(request.block_hashes)
 
     def confirm(self, name: str, request: GenerateRequest) -> None:
@@ -208,5 +204,6 @@ class ReplicaChooser:
 
     def end(self, key: str) -> None:
         """A sending has ended, whichever way; an unknown one is no matter."""
-        for replica in self._replicas.values():
-            replica.num_own_tokens -= replica.tokens_by_request.pop(key, 0)
+        replica = self._replica_of.pop(key, None)
+        if replica is not None:
+            replica.num_own_tokens -= replica.tokens_by_request.pop(key)

@@ -4,7 +4,7 @@ The service is `stub_app`'s, so every answer's text is known. Clients read strea
 lengths; a third of them leaves at a random moment, before the first token or later.
 
     every answer that was read to its end     has exactly its text, one finish_reason, [DONE]
-    after the last one                        nothing runs, waits or holds blocks
+    after the last one                        nothing runs, waits or holds blocks, no task is left
     meanwhile                                 memory, files and threads of the processes stay flat
 
     python -m loadtest.bench_soak --seconds 300 --streams 200
@@ -22,6 +22,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,9 @@ IDLE_GAUGES = (
     "chunkserve_kv_cache_usage_perc",
     "chunkserve_ingress_requests_in_progress",
 )
+TASKS = "chunkserve_asyncio_tasks"
+MAX_LASTING_TASKS = 12
+"""Tasks that serve many requests and stay: relays, connections between processes."""
 _TEXT = re.compile(rb'"text":"([^"]*)"')
 Json = dict[str, Any]
 
@@ -136,21 +140,21 @@ async def _watch(processes: dict[str, psutil.Process], until_s: float) -> list[J
     return samples
 
 
-def _gauges(address: Address) -> dict[str, float]:
+def _gauges(address: Address, names: Collection[str]) -> dict[str, float]:
     url = f"http://{address.host}:{address.port}/metrics"
     with urllib.request.urlopen(url, timeout=30.0) as answer:
         families = list(text_string_to_metric_families(answer.read().decode()))
     return {
         family.name: sum(sample.value for sample in family.samples)
         for family in families
-        if family.name in IDLE_GAUGES
+        if family.name in names
     }
 
 
 def _settled(address: Address) -> dict[str, float]:
     """The gauges once nothing runs, or as they are after SETTLE_S."""
     deadline_s = time.monotonic() + SETTLE_S
-    while any((gauges := _gauges(address)).values()) and time.monotonic() < deadline_s:
+    while any((gauges := _gauges(address, IDLE_GAUGES)).values()) and time.monotonic() < deadline_s:
         time.sleep(0.5)
     return gauges
 
@@ -194,11 +198,14 @@ def run_soak(seconds: float, num_streams: int) -> Json:
     address = Address("127.0.0.1", port, "/v1/completions")
     with running(port) as root:
         processes = _processes(root)
+        tasks_before = _gauges(address, [TASKS])[TASKS]
         tally, samples = asyncio.run(_load(address, processes, seconds, num_streams))
         gauges = _settled(address)
         after = _sample(processes)
+        tasks_after = _gauges(address, [TASKS])[TASKS]
     grown = find_growth(samples)
     is_at_rest = len(gauges) == len(IDLE_GAUGES) and not any(gauges.values())
+    has_leaked_tasks = tasks_after > tasks_before + MAX_LASTING_TASKS
     return {
         "seconds": seconds,
         "num_streams": num_streams,
@@ -207,9 +214,10 @@ def run_soak(seconds: float, num_streams: int) -> Json:
         "num_tokens_of_finished": tally.num_tokens,
         "faults": dict(tally.faults),
         "gauges_after": gauges,
+        "num_tasks_before_and_after": [tasks_before, tasks_after],
         "grown": grown,
         "samples": [*samples, after],
-        "is_clean": is_at_rest and not (tally.faults or grown),
+        "is_clean": is_at_rest and not (tally.faults or grown or has_leaked_tasks),
     }
 
 

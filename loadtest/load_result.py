@@ -15,6 +15,7 @@ from loadtest.load_arguments import LoadSettings, ResultSettings
 from loadtest.load_tally import LoadTally
 from loadtest.measures import DEFINITIONS, result_json
 from loadtest.provenance import command_line, describe_machine
+from loadtest.report_data import report_section
 from loadtest.stream_reader import TokenCount
 
 MIN_LAG_MS = 5.0
@@ -85,14 +86,16 @@ def result_of(settings: LoadSettings, tally: LoadTally, state: RunState) -> Json
         head["ramp_up_start_rps"] = ramp_up.start_rps
         head["ramp_up_end_rps"] = ramp_up.end_rps
     metrics = tuple(dict.fromkeys((*result.metrics, "worst_gap", "lag")))
+    summary = tally.summary(state.duration_s)
     return {
         **head,
         "self_timed": pace.is_self_timed,
         "interrupted": state.is_interrupted,
-        **result_json(tally.summary(state.duration_s), metrics, result.percentiles),
+        **result_json(summary, metrics, result.percentiles),
         "first_faults": tally.first_faults,
         "tokens_counted_by": dict(tally.counted_by),
         "definitions": DEFINITIONS,
+        "report": report_section(summary, tally.timeline()),
     }
 
 

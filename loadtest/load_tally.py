@@ -13,6 +13,7 @@ import orjson
 
 from loadtest.load_run import EndedRequest
 from loadtest.measures import Measures, RequestRecord, Slo, Summary
+from loadtest.timeline import Timeline, TimelineCounts
 
 MAX_KINDS = 100
 """Of faults whose words are kept; a server may make up any number of statuses."""
@@ -46,6 +47,7 @@ class LoadTally:
 
     def __init__(self, slo: Slo, log: IO[bytes] | None = None) -> None:
         self._measures = Measures(slo)
+        self._timeline = Timeline()
         self._log = log
         self.num_ended = 0
         self.num_failed = 0
@@ -65,6 +67,7 @@ class LoadTally:
         """
         record = record_of(ended, start_s)
         self._measures.add(record)
+        self._timeline.add(record)
         self.num_ended += 1
         self.num_output_tokens += len(record.token_times_s)
         self.last_end_s = max(self.last_end_s, record.end_s)
@@ -77,6 +80,10 @@ class LoadTally:
             self.counted_by[answer.streamed.counted_by.value] += 1
         if self._log is not None:
             self._log.write(_line_of(record))
+
+    def timeline(self) -> TimelineCounts:
+        """When requests came and ended, and tokens came."""
+        return self._timeline.counts()
 
     def summary(self, duration_s: float) -> Summary:
         """What all came to so far."""

@@ -18,14 +18,18 @@ def command_line() -> str:
     return shlex.join(["chunkserve", *sys.argv[1:]])
 
 
+def origin() -> dict[str, str]:
+    """What every kept result begins with."""
+    return {
+        "date": datetime.now().date().isoformat(),
+        "machine": describe_machine(),
+        "command": command_line(),
+    }
+
+
 def timestamp() -> str:
     """Now, as `vllm bench serve` writes it: 20261202-153000."""
     return datetime.now().strftime("%Y%m%d-%H%M%S")
-
-
-def origin() -> dict[str, str]:
-    """Date, command and machine, as every kept result begins."""
-    return {"date": timestamp(), "command": command_line(), "machine": describe_machine()}
 
 
 def keep_result(path: Path, result: Mapping[str, Any]) -> None:

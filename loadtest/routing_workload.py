@@ -36,8 +36,15 @@ class Choice(Protocol):
 class ByPrefix:
     """The product's rule."""
 
-    def __init__(self, num_replicas: int, num_blocks: int, slack_tokens: int = 512) -> None:
-        self._chooser = ReplicaChooser(1.25, slack_tokens, BLOCK_SIZE)
+    def __init__(
+        self,
+        num_replicas: int,
+        num_blocks: int,
+        slack_tokens: int = 512,
+        balance_factor: float = 1.25,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        self._chooser = ReplicaChooser(balance_factor, slack_tokens, block_size)
         self._chooser.set_replicas(map(str, range(num_replicas)))
         for index in range(num_replicas):
             self._chooser.report(str(index), ReplicaReport(0, num_blocks))

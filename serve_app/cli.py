@@ -11,9 +11,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deployments.config import ConfigError, ServiceConfig, load_service_config
 from deployments.execution.startup import made_to_stay
@@ -29,6 +29,7 @@ EXAMPLES = """examples:
   chunkserve check configs/local.yaml
   chunkserve serve configs/local.yaml --port 8000
   chunkserve bench engine
+  chunkserve simulate trace.jsonl --cost-model h100-llama3-8b --replicas 8
 """
 
 
@@ -232,37 +233,62 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         bench_stall,
     )
 
-    served = kinds.add_parser(
-        "serve", help="the HTTP service without a model, beside a bare Serve application"
+    _add_modules(
+        kinds,
+        {
+            "serve": (
+                bench_serve,
+                "the HTTP service without a model, beside a bare Serve application",
+            ),
+            "soak": (
+                bench_soak,
+                "many streams, a third of whose clients leave: is anything lost or kept?",
+            ),
+            "stall": (bench_stall, "what huge prompts do to the streams beside them"),
+            "load": (
+                bench_load,
+                "latencies of any OpenAI-compatible server, with the flags of vllm bench serve",
+            ),
+            "capacity": (
+                bench_capacity,
+                "the highest request rate that a server sustains under an SLO",
+            ),
+            "chunking": (
+                bench_chunking,
+                "short requests beside long ones, chunked prefill on and off",
+            ),
+            "ceiling": (bench_ceiling, "how much the load client itself can receive"),
+        },
     )
-    bench_serve.add_arguments(served)
-    served.set_defaults(run=bench_serve.main)
-    soak = kinds.add_parser(
-        "soak", help="many streams, a third of whose clients leave: is anything lost or kept?"
+
+
+def _add_load_tests(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from loadtest import calibrate, plan, report, sim_command, trace_tool
+    from loadtest.studies import command as study_command
+
+    _add_modules(
+        commands,
+        {
+            "trace": (trace_tool, "describe and convert traces of load"),
+            "simulate": (sim_command, "serve a trace on a fleet of simulated GPUs"),
+            "plan": (plan, "how many GPUs serve a trace within an SLO"),
+            "calibrate": (calibrate, "fit a cost model to an engine's step log"),
+            "report": (report, "a page with pictures of saved results"),
+        },
     )
-    bench_soak.add_arguments(soak)
-    soak.set_defaults(run=bench_soak.main)
-    stall = kinds.add_parser("stall", help="what huge prompts do to the streams beside them")
-    bench_stall.add_arguments(stall)
-    stall.set_defaults(run=bench_stall.main)
-    load = kinds.add_parser(
-        "load", help="latencies of any OpenAI-compatible server, with the flags of vllm bench serve"
-    )
-    bench_load.add_arguments(load)
-    load.set_defaults(run=bench_load.main)
-    capacity = kinds.add_parser(
-        "capacity", help="the highest request rate that a server sustains under an SLO"
-    )
-    bench_capacity.add_arguments(capacity)
-    capacity.set_defaults(run=bench_capacity.main)
-    chunking = kinds.add_parser(
-        "chunking", help="short requests beside long ones, chunked prefill on and off"
-    )
-    bench_chunking.add_arguments(chunking)
-    chunking.set_defaults(run=bench_chunking.main)
-    ceiling = kinds.add_parser("ceiling", help="how much the load client itself can receive")
-    bench_ceiling.add_arguments(ceiling)
-    ceiling.set_defaults(run=bench_ceiling.main)
+    study = commands.add_parser("study", help="what the simulator shows, on published traces")
+    study_command.add_arguments(study)
+
+
+def _add_modules(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    modules: Mapping[str, tuple[Any, str]],
+) -> None:
+    """Commands that modules bring: each has `add_arguments` and `main`."""
+    for name, (module, text) in modules.items():
+        parser = commands.add_parser(name, help=text)
+        module.add_arguments(parser)
+        parser.set_defaults(run=module.main)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:
@@ -289,7 +315,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
     commands = parser.add_subparsers(dest="command", required=True)
-    for add in (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench):
+    adders = (_add_generate, _add_chunk, _add_serve, _add_check, _add_bench, _add_load_tests)
+    for add in adders:
         add(commands)
     return parser
 

@@ -9,6 +9,7 @@ Does not know Ray: a backend brings the pages of its replicas.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -181,11 +182,12 @@ class IngressMetrics:
             ("route", "status", "code"),
             registry=registry,
         )
-        self._missing = Gauge(
-            "chunkserve_metrics_replicas_missing",
-            "Replicas that did not answer in time for this page.",
+        self.num_tasks = Gauge(
+            "chunkserve_asyncio_tasks",
+            "Tasks on the event loop; what is left when nothing runs has leaked.",
             registry=registry,
         )
+        self._missing = _missing_gauge(registry)
 
     def start(self, route: str, priority_class: str, arrived_s: float) -> RequestMeter:
         """A generation begins.
@@ -237,6 +239,14 @@ class IngressMetrics:
         return page.text()
 
 
+def _missing_gauge(registry: CollectorRegistry) -> Gauge:
+    return Gauge(
+        "chunkserve_metrics_replicas_missing",
+        "Replicas that did not answer in time for this page.",
+        registry=registry,
+    )
+
+
 class _Page:
     """Pages of several registries put together, each family once.
 
@@ -283,6 +293,7 @@ def _escaped(value: str) -> str:
 
 async def metrics_response(metrics: IngressMetrics, source: MetricsSource) -> Response:
     """The answer of GET /metrics."""
+    metrics.num_tasks.set(len(asyncio.all_tasks()))
     body = metrics.render(await source.metrics())
     return Response(body, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 

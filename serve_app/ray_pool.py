@@ -8,7 +8,6 @@ the other: implicit cancellation loses some in abort storms.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 from collections.abc import AsyncGenerator
@@ -30,13 +29,15 @@ from deployments.protocol import (
     ReplicaMetrics,
     Seat,
     TokenChunk,
+    TokenRun,
 )
 from serve_app.broadcast import ask_each
 from serve_app.errors import BackendUnavailable
+from serve_app.handle_call import StreamingCall, begin_call, end_call
 from serve_app.metrics import PoolMetrics
 from serve_app.prompt_hashes import with_block_hashes
 from serve_app.quiet_log import QuietLog
-from serve_app.relay_reader import RelayCall, RelayReader
+from serve_app.relay_reader import RelayReader
 from serve_app.token_mailbox import TokenMailbox, TokensLost
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,9 @@ class RayPool:
         # By reference: a tokenizer's files exceed what one gRPC message may hold.
         self._card = handle.options(method_name="model_card", _by_reference=True)
         relay = handle.options(method_name="relay", stream=True, _by_reference=False)
-        self._relays = RelayReader(lambda opening: cast(RelayCall, relay.remote(opening)))
+        self._relays = RelayReader(
+            lambda opening: cast(StreamingCall[list[TokenRun]], relay.remote(opening))
+        )
         # Serve's own router cannot be told which replica a call is for.
         self._can_relay = config.pool.routing.policy == "prefix"
         self._readings: set[asyncio.Future[None]] = set()
@@ -182,10 +185,7 @@ class RayPool:
         seat = self._relays.sit(mailbox)
         has_ended = False
         try:
-            # In a context of its own, so that Serve gives this call an id of its own. Within one
-            # HTTP request all calls would share one, by which its router tells calls apart: the
-            # second of two that are being routed would never be sent.
-            call = contextvars.Context().run(self._generate.remote, request, seat)
+            call = begin_call(lambda: self._generate.remote(request, seat))
             reading = asyncio.ensure_future(self._fill(mailbox, call, seat))
             self._readings.add(reading)
             reading.add_done_callback(self._readings.discard)
@@ -198,18 +198,23 @@ class RayPool:
                 # A call that has ended by itself would raise its error once more.
                 if not has_ended and not reading.done():
                     reading.cancel()
-                    call.cancel()  # type: ignore[no-untyped-call]
+                    await asyncio.wait({reading})
         finally:
             self._relays.leave(seat)
 
     async def _fill(self, mailbox: TokenMailbox, call: Any, seat: Seat) -> None:
-        """Read a call's stream to its end, which is after the last chunk."""
+        """Read a call's stream to its end, which is after the last chunk. Cancelling this ends the
+        call.
+        """
         try:
             # A streaming handle returns a generator, which its type does not tell.
             async for chunk in cast(DeploymentResponseGenerator[TokenChunk], call):
                 if chunk.replica and self._can_relay:
                     self._relays.ride(seat, chunk.replica)
                 mailbox.put(chunk)
+        except asyncio.CancelledError:
+            await end_call(call)
+            raise
         except Exception as error:
             mailbox.fail(error)
         else:

@@ -11,14 +11,13 @@ nothing but speed: its requests' own streams carry everything.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import Callable
 
 from deployments.protocol import OpenRelay, Seat, TokenRun
+from serve_app.handle_call import StreamingCall, begin_call, end_call
 from serve_app.token_mailbox import TokenMailbox
 
 logger = logging.getLogger(__name__)
@@ -28,16 +27,6 @@ OPEN_TIMEOUT_S = 60.0
 BROKEN_S = 30.0
 """A replica whose relay failed gets no other for so long: longer than a chunk can be on its way
 that was sent while the relay was there."""
-
-
-class RelayCall(Protocol):
-    """A running call of a replica's `relay`."""
-
-    def __aiter__(self) -> AsyncIterator[list[TokenRun]]: ...
-
-    def cancel(self) -> None:
-        """End it."""
-        ...
 
 
 class _Relay:
@@ -67,7 +56,7 @@ class RelayReader:
         open_relay: calls a replica's `relay`.
     """
 
-    def __init__(self, open_relay: Callable[[OpenRelay], RelayCall]) -> None:
+    def __init__(self, open_relay: Callable[[OpenRelay], StreamingCall[list[TokenRun]]]) -> None:
         self._open_relay = open_relay
         self._reader = uuid.uuid4().hex
         self._last_key = 0
@@ -114,15 +103,14 @@ class RelayReader:
             relay.lose()
 
     async def _read_to_end(self, opening: OpenRelay) -> None:
-        # In a context of its own: see RayPool.
-        call = contextvars.Context().run(self._open_relay, opening)
+        call = begin_call(lambda: self._open_relay(opening))
         try:
             items = aiter(call)
             await asyncio.wait_for(anext(items), OPEN_TIMEOUT_S)
             async for runs in items:
                 self._deliver(runs)
         except BaseException:
-            call.cancel()
+            await end_call(call)
             raise
 
     def _deliver(self, runs: list[TokenRun]) -> None:

@@ -39,3 +39,7 @@ class VirtualClock:
         if duration_s < 0.0:
             raise ValueError(f"time does not go back: {duration_s}")
         self._now_s += duration_s
+
+    def advance_to(self, moment_s: float) -> None:
+        """Let time pass until `moment_s`; a moment that has passed is no matter."""
+        self._now_s = max(self._now_s, moment_s)

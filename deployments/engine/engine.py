@@ -25,9 +25,11 @@ from deployments.engine.stats import (
     StepLog,
     StepStats,
     chunk_records,
+    decode_records,
     step_tokens,
 )
 from deployments.engine.step_budget import FixedBudget, ShrinkingBudget
+from deployments.engine.step_scheduler import StepScheduler
 from deployments.protocol import EngineStats, ErrorInfo, ErrorKind, GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -79,15 +81,17 @@ class Engine:
         clock: where time comes from.
         budget: the scheduler's; made smaller where the device has too little memory.
         observers: are told of steps and ends.
+        num_logged_steps: how many of the last steps are kept.
     """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         executor: StepExecutor,
         clock: Clock,
         budget: ShrinkingBudget,
         observers: Sequence[EngineObserver] = (),
+        num_logged_steps: int = NUM_LOGGED_STEPS,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
@@ -95,7 +99,7 @@ class Engine:
         self._observers = tuple(observers)
         self._budget = budget
         self._num_failed_in_a_row = 0
-        self.step_log = StepLog(NUM_LOGGED_STEPS)
+        self.step_log = StepLog(num_logged_steps)
 
     @classmethod
     def build(
@@ -218,7 +222,8 @@ class Engine:
             num_free_blocks=self._scheduler.num_free_blocks,
             num_preempted=len(step.preempted),
             tokens=step_tokens(step),
-            chunks=chunk_records(step),
+            decodes=decode_records(step),
+            prefills=chunk_records(step.scheduled[step.num_decode_tokens :]),
         )
         self.step_log.add(stats)
         for observer in self._observers:
@@ -238,7 +243,8 @@ class Engine:
     def _count_all(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
         counted = list(outputs)
         for output in counted:
-            self._count(output)
+            if output.finish_reason is not None:
+                self._count(output)
         return counted
 
     def stats(self) -> EngineStats:

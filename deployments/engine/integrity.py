@@ -1,4 +1,6 @@
-"""Compares the books of a scheduler with each other: for tests, and for an idle engine."""
+"""Faults of a scheduler: how they are told, and how its books are compared with each other, for
+tests and for an idle engine.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,10 @@ from collections.abc import Iterable, Sequence
 from deployments.engine.block_pool import IntegrityError
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.request import Request
+
+
+class SchedulerStuck(RuntimeError):
+    """A fault of the scheduler: requests are there and no step can be made of them."""
 
 
 def check_requests(

@@ -27,6 +27,9 @@ class ChunkReason(str, Enum):
     """A later chunk of a running prefill."""
 
 
+_DECODE = ChunkReason.DECODE  # looking up an enum's member costs as much as making a row
+
+
 class ScheduledRequest(NamedTuple):
     """One request's share of a step: compute `num_scheduled_tokens` tokens from
     `num_computed_tokens` on.
@@ -46,6 +49,15 @@ class ScheduledRequest(NamedTuple):
     """Whether it had been ready for longer than the batch timeout and so went ahead of shorter
     ones."""
 
+    @classmethod
+    def decode(cls, request: Request, block_table: Sequence[int]) -> ScheduledRequest:
+        """The row of a request that computes the token it sampled last.
+
+        Not by the constructor, which takes twice as long: most rows are made here.
+        """
+        num_computed = request.num_computed_tokens
+        return tuple.__new__(cls, (request, num_computed, 1, block_table, True, _DECODE, False))
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
@@ -61,6 +73,12 @@ class SchedulerOutput:
         """Tokens of the whole step; at most its budget."""
         return self.num_prefill_tokens + self.num_decode_tokens
 
+    @property
+    def num_sampling(self) -> int:
+        """Rows that sample a token: every decode, and each chunk that ends its prompt."""
+        chunks = self.scheduled[self.num_decode_tokens :]
+        return self.num_decode_tokens + sum([row.samples_token for row in chunks])
+
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
@@ -74,6 +92,10 @@ class ModelOutput:
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+
+    def is_sound(self, step: SchedulerOutput) -> bool:
+        """Whether no row of this step has failed."""
+        return not self.errors and len(self.token_ids) == step.num_sampling
 
     def has_failed(self, row: ScheduledRequest) -> bool:
         """Whether nothing that a row computed may be used."""
@@ -94,6 +116,14 @@ class RequestOutput(NamedTuple):
     error: ErrorInfo | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """With the first token of a request that asked."""
+
+    @classmethod
+    def of_token(
+        cls, request: Request, token_id: int, logprobs: TokenLogprobs | None
+    ) -> RequestOutput:
+        """What a token means to a request that goes on; made as `ScheduledRequest.decode` is."""
+        begin = (request.request_id, token_id, logprobs, request.num_cached_tokens)
+        return tuple.__new__(cls, (*begin, None, None, None, None, None))
 
 
 class OutOfDeviceMemory(RuntimeError):

@@ -41,6 +41,9 @@ _LEGAL_TRANSITIONS = {
 }
 
 
+_FINISHED = RequestStatus.FINISHED  # looking up an enum's member takes longer than comparing it
+
+
 class IllegalTransition(RuntimeError):
     """A fault of the scheduler: a request was moved to a status it cannot have from where it
     was."""
@@ -146,12 +149,11 @@ class Request:
     @property
     def is_decode(self) -> bool:
         """Whether all it lacks is the token it sampled last."""
-        num_tokens = len(self.token_ids)
-        return num_tokens > self.num_prompt_tokens and self.num_computed_tokens == num_tokens - 1
+        return self.num_computed_tokens == len(self.token_ids) - 1 >= self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:
-        return self.status is RequestStatus.FINISHED
+        return self.status is _FINISHED
 
     @property
     def urgency_key(self) -> tuple[int, int]:
@@ -200,15 +202,20 @@ class Request:
 
     def find_finish_reason(self, eos_token_ids: Container[int]) -> FinishReason | None:
         """Why its last token ends it; None if it goes on."""
-        params = self.sampling_params
         last = self.token_ids[-1]
+        may_stop = last in eos_token_ids or last in self.sampling_params.stop_token_ids
+        if may_stop and self._stops_at(last, eos_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_num_tokens else None
+
+    def _stops_at(self, last: int, eos_token_ids: Container[int]) -> bool:
+        params = self.sampling_params
         if params.grammar is not None and last in eos_token_ids:
-            return FinishReason.STOP  # the sampler allows it only where the grammar ends
-        if self.num_output_tokens > params.min_tokens:
-            is_end = last in eos_token_ids and not params.ignore_eos
-            if is_end or last in params.stop_token_ids:
-                return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_tokens >= self.max_num_tokens else None
+            return True  # the sampler allows it only where the grammar ends
+        if self.num_output_tokens <= params.min_tokens:
+            return False
+        is_end = last in eos_token_ids and not params.ignore_eos
+        return is_end or last in params.stop_token_ids
 
     @property
     def stop_token_id(self) -> int | None:

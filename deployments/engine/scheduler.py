@@ -27,7 +27,7 @@ from deployments.engine.admission_check import check_request
 from deployments.engine.block_pool import IntegrityError
 from deployments.engine.chunk_plan import next_chunk_size
 from deployments.engine.clock import Clock
-from deployments.engine.integrity import check_blocks, check_requests
+from deployments.engine.integrity import SchedulerStuck, check_blocks, check_requests
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.outputs import ModelLimits, ModelOutput, RequestOutput, SchedulerOutput
 from deployments.engine.request import Request, RequestStatus
@@ -42,10 +42,6 @@ from deployments.protocol import (
     RequestRefused,
     TokenLogprobs,
 )
-
-
-class SchedulerStuck(RuntimeError):
-    """A fault of the scheduler: requests are there and no step can be made of them."""
 
 
 def _urgency(request: Request) -> tuple[int, int]:
@@ -149,8 +145,8 @@ class Scheduler:
         Only with `min_batch_tokens` set, only while nothing runs, and never beyond the batch
         timeout.
         """
-        oldest_s = self._waiting.find_oldest_ready_s()
-        if oldest_s is None or self._running:
+        oldest_s = None if self._running else self._waiting.find_oldest_ready_s()
+        if oldest_s is None:
             return None
         if self._waiting.num_tokens() >= self._config.min_batch_tokens:
             return None
@@ -184,7 +180,8 @@ class Scheduler:
         Returns one output for each request that got a token or ended. A request that ended while
         the step ran (an abort) gets nothing more.
         """
-        now = self._clock.now()
+        now, kv = self._clock.now(), self._kv
+        is_sound = result.is_sound(step)
         outputs: list[RequestOutput] = []
         for row in step.scheduled:
             request = row.request
@@ -192,12 +189,12 @@ class Scheduler:
                 continue
             request.num_computed_tokens += row.num_scheduled_tokens
             request.ready_since_s = now
-            if result.has_failed(row):
+            if not is_sound and result.has_failed(row):
                 outputs.append(self._fail_row(request, result))
                 continue
             if result.prompt_logprobs:
                 request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
-            self._kv.publish(request, row.num_computed_tokens)
+            kv.publish(request, row.num_computed_tokens)
             if row.samples_token:
                 output = self._take_token(request, result, now)
                 if request.prompt_logprobs and request.num_output_tokens == 1:
@@ -213,8 +210,8 @@ class Scheduler:
     # --- 0: an urgent head ------------------------------------------------------------------------
 
     def _preempt_for_urgent_head(self, step: StepPlan, now: float) -> None:
-        head = self._waiting.find_head(now)
-        if head is None or not self._running or self._running[-1].priority <= head.priority:
+        head = self._waiting.find_head(now) if self._running else None
+        if head is None or self._running[-1].priority <= head.priority:
             return
         hits = self._kv.find_cached_prefix(head)
         num_short = self._kv.num_blocks_short(head, hits)
@@ -236,7 +233,7 @@ class Scheduler:
     def _schedule_decodes(self, step: StepPlan, now: float) -> None:
         kv = self._kv
         for request in tuple(self._running):
-            if not request.is_decode or request.status is not RequestStatus.RUNNING:
+            if not request.is_decode:  # one that was just preempted is none: it has no blocks
                 continue
             if step.num_tokens_left == 0:
                 return
@@ -261,6 +258,8 @@ class Scheduler:
     # --- 2: prefill chunks ------------------------------------------------------------------------
 
     def _schedule_chunks(self, step: StepPlan, now: float) -> None:
+        if not self._waiting and step.num_decodes == len(self._running):
+            return
         admitted: list[Request] = []
         passed: list[Request] = []
         # Ends the queue's side early: of ten thousand waiting, no more are looked at than may
@@ -358,7 +357,7 @@ class Scheduler:
         request.append_token(token_id, now)
         reason = request.find_finish_reason(self._limits.eos_token_ids)
         if reason is None:
-            return RequestOutput(request.request_id, token_id, logprobs, request.num_cached_tokens)
+            return RequestOutput.of_token(request, token_id, logprobs)
         return self._finish(request, reason, token_id=token_id, logprobs=logprobs)
 
     def _finish(

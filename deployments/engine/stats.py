@@ -9,14 +9,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from deployments.engine.outputs import ChunkReason, SchedulerOutput
+from deployments.engine.outputs import ChunkReason, ScheduledRequest, SchedulerOutput
 from deployments.engine.request import Request
 from deployments.protocol import FinishReason, RequestTimings
 
 _WITHOUT_TOKEN = (FinishReason.ABORT, FinishReason.ERROR)
+_DECODE = ChunkReason.DECODE
+_ADMITTED = ChunkReason.ADMITTED
 
 
-class ChunkRecord(NamedTuple):  # made for each row of each step: a quarter of a dataclass' cost
+class ChunkRecord(NamedTuple):
     """One row of a step: which tokens of which request, and why it was there."""
 
     request_id: str
@@ -24,6 +26,20 @@ class ChunkRecord(NamedTuple):  # made for each row of each step: a quarter of a
     num_tokens: int
     reason: ChunkReason
     is_forced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRecords:
+    """The decodes of a step, in its order: lists, for most rows of most steps are decodes."""
+
+    request_ids: list[str]
+    starts: list[int]
+    """Tokens each had computed before."""
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens in the KV cache that they read, their own included."""
+        return sum(self.starts) + len(self.starts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +77,15 @@ class StepStats:
     num_free_blocks: int
     num_preempted: int
     tokens: StepTokens
-    chunks: tuple[ChunkRecord, ...]
+    decodes: DecodeRecords
+    prefills: tuple[ChunkRecord, ...]
+
+    @property
+    def chunks(self) -> tuple[ChunkRecord, ...]:
+        """All rows: decodes first, then prefill chunks."""
+        decodes = zip(self.decodes.request_ids, self.decodes.starts, strict=True)
+        rows = (ChunkRecord(name, start, 1, _DECODE, False) for name, start in decodes)
+        return (*rows, *self.prefills)
 
 
 class EngineObserver(Protocol):
@@ -80,8 +104,16 @@ class EngineObserver(Protocol):
         """A request has ended; called once for each that was accepted."""
 
 
-def chunk_records(output: SchedulerOutput) -> tuple[ChunkRecord, ...]:
-    """The rows of a step as records."""
+def decode_records(output: SchedulerOutput) -> DecodeRecords:
+    """The decodes of a step as records."""
+    rows = output.scheduled[: output.num_decode_tokens]
+    return DecodeRecords(
+        [row.request.request_id for row in rows], [row.num_computed_tokens for row in rows]
+    )
+
+
+def chunk_records(rows: Iterable[ScheduledRequest]) -> tuple[ChunkRecord, ...]:
+    """Rows of a step as records."""
     return tuple(
         ChunkRecord(
             row.request.request_id,
@@ -90,7 +122,7 @@ def chunk_records(output: SchedulerOutput) -> tuple[ChunkRecord, ...]:
             row.reason,
             row.is_forced,
         )
-        for row in output.scheduled
+        for row in rows
     )
 
 
@@ -98,16 +130,24 @@ def step_tokens(output: SchedulerOutput) -> StepTokens:
     """Sum up a step. Call once it is booked, before anything else happens to its requests."""
     chunks = output.scheduled[output.num_decode_tokens :]
     sampled = [row.request for row in output.scheduled if row.samples_token]
-    sampled = [request for request in sampled if request.finish_reason not in _WITHOUT_TOKEN]
-    gaps_s = Counter(request.token_gap_s for request in sampled)
-    begun = [row.request for row in chunks if row.reason is ChunkReason.ADMITTED]
+    if any([request.finish_reason is not None for request in sampled]):
+        sampled = [request for request in sampled if request.finish_reason not in _WITHOUT_TOKEN]
+    gaps_s = _count([request.token_gap_s for request in sampled])
+    begun = [row.request for row in chunks if row.reason is _ADMITTED]
     return StepTokens(
         num_sampled=len(sampled),
         first_token_s=_first_token_s(sampled) if gaps_s.pop(None, 0) else (),
         gaps_s={gap_s: count for gap_s, count in gaps_s.items() if gap_s is not None},
-        num_prompt_tokens=sum(request.num_prompt_tokens for request in begun),
-        num_cached_tokens=sum(request.num_cached_tokens for request in begun),
+        num_prompt_tokens=sum([request.num_prompt_tokens for request in begun]),
+        num_cached_tokens=sum([request.num_cached_tokens for request in begun]),
     )
+
+
+def _count(gaps_s: list[float | None]) -> dict[float | None, int]:
+    # Mostly all are alike, and counting one value is faster than counting each.
+    if gaps_s and gaps_s.count(gaps_s[0]) == len(gaps_s):
+        return {gaps_s[0]: len(gaps_s)}
+    return Counter(gaps_s)
 
 
 def _first_token_s(sampled: Iterable[Request]) -> tuple[float, ...]:
@@ -149,4 +189,4 @@ class StepLog:
         self.num_prefill_tokens += step.num_prefill_tokens
         self.num_decode_tokens += step.num_decode_tokens
         self.num_preemptions += step.num_preempted
-        self.num_forced_chunks += sum(chunk.is_forced for chunk in step.chunks)
+        self.num_forced_chunks += sum([chunk.is_forced for chunk in step.prefills])

@@ -40,17 +40,7 @@ class StepPlan:
     def add_decode(self, request: Request, block_table: Sequence[int]) -> None:
         """Put in the token it sampled last."""
         self.num_tokens_left -= 1
-        self._decodes.append(
-            ScheduledRequest(
-                request,
-                request.num_computed_tokens,
-                1,
-                block_table,
-                True,
-                ChunkReason.DECODE,
-                False,
-            )
-        )
+        self._decodes.append(ScheduledRequest.decode(request, block_table))
 
     def add_chunk(
         self, request: Request, num_tokens: int, block_table: Sequence[int], is_forced: bool

@@ -106,9 +106,10 @@ class WaitingQueue:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._classes: dict[int, _PriorityClass] = {}
+        self._num_requests = 0
 
     def __len__(self) -> int:
-        return sum(len(members) for members in self._classes.values())
+        return self._num_requests
 
     def __contains__(self, request: Request) -> bool:
         return request in self._classes.get(request.priority, ())
@@ -120,6 +121,7 @@ class WaitingQueue:
     def add(self, request: Request, num_tokens_left: int) -> None:
         """Queue a request that became ready just now and has so many tokens to compute."""
         self._classes.setdefault(request.priority, _PriorityClass()).add(request, num_tokens_left)
+        self._num_requests += 1
 
     def remove(self, request: Request) -> None:
         """Take out a request, wherever it stands.
@@ -129,6 +131,7 @@ class WaitingQueue:
         """
         members = self._classes[request.priority]
         members.remove(request)
+        self._num_requests -= 1
         if not members:
             del self._classes[request.priority]
 

@@ -64,6 +64,18 @@ RULES = (
     Rule("deployments.engine.token_stream", CORE, NONE_OUTSIDE, ("time", "threading")),
     Rule("deployments.engine.token_relay", CORE, NONE_OUTSIDE, ("time", "threading")),
     Rule("deployments.engine*", CORE, NONE_OUTSIDE, ("asyncio", "time", "threading")),
+    # What the simulator is made of: no torch, so that it runs where no model does.
+    Rule("deployments.execution.cost_model", (), NONE_OUTSIDE),
+    Rule(
+        "deployments.execution.sim_executor",
+        (
+            "deployments.execution.cost_model",
+            "deployments.engine.request",
+            "deployments.engine.outputs",
+            *RECORDS,
+        ),
+        NONE_OUTSIDE,
+    ),
     Rule(
         "deployments.execution*",
         (
@@ -183,6 +195,8 @@ def test_no_module_imports_what_it_must_not() -> None:
         ("deployments.engine.outputs", "from deployments.execution import sampler"),
         ("deployments.execution.sampler", "from deployments.engine import scheduler"),
         ("deployments.execution.sampler", "import ray"),
+        ("deployments.execution.sim_executor", "import torch"),
+        ("deployments.execution.sim_executor", "from deployments.engine.scheduler import X"),
         ("deployments.replica", "from serve_app.tokenization import Tokenizer"),
         ("deployments.unheard_of", ""),
         ("serve_app.ingress", "from deployments.builder import build_engines"),

@@ -31,6 +31,7 @@ NAMES = {
     "chunkserve_ingress_generation_tokens": "counter",
     "chunkserve_ingress_requests_ended": "counter",
     "chunkserve_ingress_requests_rejected": "counter",
+    "chunkserve_asyncio_tasks": "gauge",
     "chunkserve_metrics_replicas_missing": "gauge",
 }
 """The contract with dashboards and alerts: a name or a type that changes breaks them."""

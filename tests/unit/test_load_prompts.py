@@ -9,7 +9,6 @@ import pytest
 from loadtest.load_prompts import (
     TextPrompts,
     TokenIdPrompts,
-    TokenizerError,
     WordPrompts,
     make_prompts,
 )
@@ -36,7 +35,7 @@ def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool, tmp_path: Pat
     """Prompts are longer than the trace says once the server adds its chat template."""
     tokenizer = made_tokenizer(kind)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    prompts = make_prompts(str(tmp_path), ENGLISH, 0, is_chat)
+    prompts = make_prompts(str(tmp_path / "tokenizer.json"), ENGLISH, 0, is_chat)
     if isinstance(prompts, TokenIdPrompts):
         assert not is_chat
         assert len(prompts.prompt(REQUEST, 1)) == 100
@@ -56,16 +55,6 @@ def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool, tmp_path: Pat
 def test_a_server_with_another_tokenizer_is_not_fitted(tmp_path: Path) -> None:
     """Prompts shrink to nothing where the server counts ten times as many tokens."""
     made_tokenizer(KINDS[0]).save(str(tmp_path / "tokenizer.json"))
-    prompts = make_prompts(str(tmp_path), ENGLISH, 0, is_chat=True)
+    prompts = make_prompts(str(tmp_path / "tokenizer.json"), ENGLISH, 0, is_chat=True)
     assert prompts.fitted(REQUEST, 1000) == prompts
     assert prompts.fitted(REQUEST, 50) == prompts
-
-
-def test_no_tokenizer_is_one_line(tmp_path: Path) -> None:
-    """A wrong path is looked up at the hub, or ends in a traceback."""
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "empty").mkdir()
-    for name in ("/nowhere/at/all", str(tmp_path / "empty"), str(tmp_path)):
-        with pytest.raises(TokenizerError, match="--tokenizer") as error:
-            make_prompts(name, ENGLISH, 0, is_chat=False)
-        assert "\n" not in str(error.value)

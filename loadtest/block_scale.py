@@ -1,0 +1,55 @@
+"""Longer or shorter requests that share the same part of their prompts as before.
+
+`arrivals.scale_lengths` keeps blocks of 512 tokens, so a shorter trace shares less: at a twentieth,
+a block stands for twenty of the old ones, and is shared only where all of them were. Here blocks
+scale with the lengths, and keep their ids.
+
+    512  │ 46 │ 47 │ 2353 │ 235…       the same ids in blocks of 26 tokens
+     26  │46│47│2353│235…
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from loadtest.trace import HASH_BLOCK_TOKENS, TraceError, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTrace:
+    """Requests, and the tokens that each of their hash ids stands for."""
+
+    requests: Sequence[TraceRequest]
+    hash_block_tokens: int
+
+
+def scale_with_blocks(
+    requests: Sequence[TraceRequest], factor: float, hash_block_tokens: int = HASH_BLOCK_TOKENS
+) -> ScaledTrace:
+    """Multiply the lengths of prompts, answers and blocks; each is of one token at least.
+
+    Args:
+        requests: any; those without hash ids share nothing, before and after.
+        factor: of all lengths.
+        hash_block_tokens: tokens that a hash id stands for before.
+
+    Raises:
+        TraceError: a factor that is not above 0.
+    """
+    if not 0.0 < factor < math.inf:
+        raise TraceError(f"the length scale must be a number above 0, not {factor:g}")
+    block = max(1, round(hash_block_tokens * factor))
+
+    def scaled(request: TraceRequest) -> TraceRequest:
+        input_length = max(1, round(request.input_length * factor))
+        if request.hash_ids:
+            num_full, rest = divmod(request.input_length - 1, hash_block_tokens)
+            # A token at least and a block at most: each id still has its block.
+            last = min(block, max(1, round((rest + 1) * factor)))
+            input_length = num_full * block + last
+        output_length = max(1, round(request.output_length * factor))
+        return replace(request, input_length=input_length, output_length=output_length)
+
+    return ScaledTrace([scaled(request) for request in requests], block)

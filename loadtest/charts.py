@@ -1,0 +1,248 @@
+"""The pictures of a report, drawn from result files.
+
+Owns how they look: one colour a run, the same in every picture; a bound of the SLO is a dashed
+line. Each function draws one picture and returns None where no run has what it shows.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from loadtest.report_data import Run
+
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
+DECODE, PREFILL = "#2563eb", "#f59e0b"
+WIDTH_IN, HEIGHT_IN, DPI = 9.0, 3.6, 110
+MAX_POINTS = 240
+"""Of a line over time; more are averaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture: its file name, its title, and the PNG itself."""
+
+    name: str
+    title: str
+    png: bytes
+
+
+def draw_all(runs: Sequence[Run]) -> list[Chart]:
+    """All pictures for which these runs have anything."""
+    charts: list[Chart | None] = [
+        _curve(runs, "ttft", "Time to first token"),
+        _curve(runs, "itl", "Gaps between tokens"),
+        _curve(runs, "e2el", "Time to the end of the answer"),
+        _over_time(runs, "throughput", "Output tokens per second", _tokens_per_s),
+        _over_time(runs, "open", "Requests that came and have not ended", _num_open),
+        _over_time(runs, "waiting", "Requests waiting in a replica (mean)", _steps("num_waiting")),
+        _over_time(runs, "kv", "KV cache in use, % (mean)", _steps("kv_use", 100.0)),
+        *(_composition(run, number) for number, run in enumerate(runs)),
+        *(_by_replicas(run, number, "ttft") for number, run in enumerate(runs)),
+        *(_by_replicas(run, number, "itl") for number, run in enumerate(runs)),
+        _sweep(runs, "ttft", "P99 time to first token by rate"),
+        _sweep(runs, "itl", "P99 gap between tokens by rate"),
+    ]
+    return [chart for chart in charts if chart is not None]
+
+
+# --- kinds of pictures ----------------------------------------------------------------------------
+
+
+def _curve(runs: Sequence[Run], metric: str, title: str) -> Chart | None:
+    figure, axes = _canvas(title, "ms", "share of all, %")
+    has_any = False
+    for number, run in enumerate(runs):
+        values = run.part("curves_ms").get(metric) or []
+        if values:
+            has_any = True
+            percents = run.result["report"]["percents"]
+            axes.plot(np.maximum(values, 0.01), percents, color=_colour(number), label=run.label)
+    if not has_any:
+        return None
+    axes.set_xscale("log")
+    _write_plainly(axes.xaxis)
+    axes.set_ylim(0, 101)
+    axes.axhline(99, color="#9ca3af", linewidth=0.8, linestyle=":")
+    _mark_bounds(axes.axvline, runs, metric)
+    return _chart(figure, axes, f"cdf_{metric}", f"{title}: cumulative distribution")
+
+
+Series = Callable[[Run], tuple[Sequence[float], Sequence[float]] | None]
+
+
+def _over_time(runs: Sequence[Run], name: str, title: str, series: Series) -> Chart | None:
+    figure, axes = _canvas(title, "seconds of the run", "")
+    found = [(number, run, series(run)) for number, run in enumerate(runs)]
+    drawn = [(number, run, points) for number, run, points in found if points is not None]
+    if not drawn:
+        return None
+    for number, run, (times_s, values) in drawn:
+        axes.plot(times_s, values, color=_colour(number), label=run.label, linewidth=1.2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    return _chart(figure, axes, f"time_{name}", f"{title} over time")
+
+
+def _composition(run: Run, number: int) -> Chart | None:
+    steps = run.part("steps")
+    if not steps:
+        return None
+    title = f"Tokens in a step (mean): {run.label}"
+    figure = _figure()
+    # Apart, for a prompt has a hundred times the tokens of a decode.
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for axes, kind, colour in ((upper, "decode", DECODE), (lower, "prefill", PREFILL)):
+        times_s, tokens = _averaged(steps["time_s"], steps[f"num_{kind}_tokens"])
+        axes.fill_between(times_s, tokens, color=colour, alpha=0.85, label=kind, linewidth=0)
+        _dress(axes, "", f"{kind} tokens")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+    upper.set_title(title, fontsize=11, loc="left")
+    lower.set_xlabel("seconds of the run")
+    return _saved(figure, f"steps_{number}", f"{title}, over time")
+
+
+def _sweep(runs: Sequence[Run], metric: str, title: str) -> Chart | None:
+    figure, axes = _canvas(title, "requests per second", "ms")
+    has_any = False
+    key = f"p99_{metric}_ms"
+    for number, run in enumerate(runs):
+        points = [each for each in run.result.get("sweep") or () if each.get(key) is not None]
+        if points:
+            has_any = True
+            rates = [each["request_rate"] for each in points]
+            latencies = [max(each[key], 0.01) for each in points]
+            axes.plot(rates, latencies, "o-", color=_colour(number), label=run.label, markersize=4)
+    if not has_any:
+        return None
+    axes.set_yscale("log")
+    _write_plainly(axes.yaxis)
+    _mark_bounds(axes.axhline, runs, metric)
+    return _chart(figure, axes, f"rate_{metric}", title)
+
+
+def _by_replicas(run: Run, number: int, metric: str) -> Chart | None:
+    """What a plan tried: a line for each step budget."""
+    key = f"p99_{metric}_ms"
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for trial in run.result.get("trials") or ():
+        if trial.get(key) is not None:
+            name = f"budget {trial['max_num_batched_tokens']}, chunk {trial['chunk_size']}"
+            lines.setdefault(name, []).append((trial["num_replicas"], max(trial[key], 0.01)))
+    if not lines:
+        return None
+    title = f"P99 {metric.upper()} by number of GPUs: {run.label}"
+    figure, axes = _canvas(title, "GPUs", "ms")
+    for place, (name, points) in enumerate(lines.items()):
+        axes.plot(*zip(*sorted(points), strict=True), "o-", color=_colour(place), label=name)
+    axes.set_yscale("log")
+    _write_plainly(axes.yaxis)
+    _mark_bounds(axes.axhline, [run], metric)
+    return _chart(figure, axes, f"replicas_{metric}_{number}", title)
+
+
+# --- what is drawn over time ----------------------------------------------------------------------
+
+
+def _tokens_per_s(run: Run) -> tuple[Sequence[float], Sequence[float]] | None:
+    timeline = run.part("timeline")
+    if not timeline:
+        return None
+    rates = np.asarray(timeline["num_output_tokens"]) / timeline["bin_s"]
+    return _averaged(np.arange(len(rates)) * timeline["bin_s"], rates)
+
+
+def _num_open(run: Run) -> tuple[Sequence[float], Sequence[float]] | None:
+    timeline = run.part("timeline")
+    if not timeline:
+        return None
+    counts = timeline["num_open"]
+    return _averaged(np.arange(len(counts)) * timeline["bin_s"], counts)
+
+
+def _steps(field: str, scale: float = 1.0) -> Series:
+    def series(run: Run) -> tuple[Sequence[float], Sequence[float]] | None:
+        steps = run.part("steps")
+        return _averaged(steps["time_s"], np.asarray(steps[field]) * scale) if steps else None
+
+    return series
+
+
+def _averaged(
+    times_s: Iterable[float], values: Iterable[float]
+) -> tuple[Sequence[float], Sequence[float]]:
+    """At most MAX_POINTS of them: means over equal spans of time."""
+    times, given = np.asarray(list(times_s), dtype=float), np.asarray(list(values), dtype=float)
+    if len(times) <= MAX_POINTS:
+        return times.tolist(), given.tolist()
+    edges = np.linspace(times.min(), times.max(), MAX_POINTS + 1)
+    places = np.clip(np.searchsorted(edges, times, side="right") - 1, 0, MAX_POINTS - 1)
+    counts = np.bincount(places, minlength=MAX_POINTS)
+    is_filled = counts > 0
+    means = np.bincount(places, given, MAX_POINTS)[is_filled] / counts[is_filled]
+    middles = ((edges[:-1] + edges[1:]) / 2)[is_filled]
+    return middles.tolist(), means.tolist()
+
+
+# --- looks ----------------------------------------------------------------------------------------
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = _figure()
+    axes = figure.subplots()
+    axes.set_title(title, fontsize=11, loc="left")
+    _dress(axes, x_label, y_label)
+    return figure, axes
+
+
+def _figure() -> Figure:
+    return Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
+
+
+def _dress(axes: Axes, x_label: str, y_label: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(visible=True, color="#e5e7eb", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _write_plainly(axis: Axis) -> None:
+    """200 rather than 2 x 10^2."""
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axis.set_major_formatter(plain)
+    low, high = axis.get_view_interval()
+    if high / max(low, 1e-9) < 8:
+        axis.set_minor_formatter(plain)
+    else:
+        axis.set_minor_formatter(FuncFormatter(lambda _value, _: ""))
+
+
+def _mark_bounds(line: Callable[..., Any], runs: Sequence[Run], metric: str) -> None:
+    bounds = {bound for run in runs if (bound := run.bound_ms(metric)) is not None}
+    for bound in sorted(bounds):
+        line(bound, color="#111827", linewidth=1.1, linestyle="--", label=f"SLO {bound:g} ms")
+
+
+def _chart(figure: Figure, axes: Axes, name: str, title: str) -> Chart:
+    axes.legend(fontsize=8, frameon=False, loc="best")
+    return _saved(figure, name, title)
+
+
+def _saved(figure: Figure, name: str, title: str) -> Chart:
+    png = io.BytesIO()
+    # Without the library's version, so that equal results give equal files.
+    figure.savefig(png, format="png", metadata={"Software": None})
+    return Chart(name, title, png.getvalue())

@@ -1,7 +1,6 @@
 """The prompts of a load: by the model's tokenizer if there is one, of plain words if not.
 
-Owns in which form a prompt is sent. What prompts say is `prompts`', where a tokenizer is found
-`tokenizer_source`'s.
+Owns in which form a prompt is sent. What prompts say is `prompts`'.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ def requests() -> list[GenerateRequest]:
         GenerateRequest(
             str(number),
             tuple(chance.randrange(3, VOCAB_SIZE) for _ in range(chance.randint(1, 200))),
-            SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
+            SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
         )
-        for number in range(12)
+        for number in range(24)
     ]
 
 

@@ -15,6 +15,7 @@ import asyncio
 import sys
 from dataclasses import replace
 from itertools import count, repeat
+from pathlib import Path
 
 from loadtest.client import Ask
 from loadtest.load_arguments import LoadSettings, add_arguments, settings_of
@@ -23,6 +24,7 @@ from loadtest.load_session import Load, LoadSession
 from loadtest.load_sources import due_times, prompts_of, read_requests
 from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
+from loadtest.provenance import keep_result
 from loadtest.target_check import check_target
 
 __all__ = ["add_arguments", "main", "run_load"]
@@ -32,15 +34,15 @@ INTERRUPTED = 130
 """Exit status of a command that was ended by Ctrl-C."""
 
 
-async def run_load(settings: LoadSettings) -> Json:
-    """Check the target, send the load, give its result.
+async def run_load(settings: LoadSettings) -> tuple[Json, Path | None]:
+    """Check the target, send the load; its result, and the file it is to be kept in, if any.
 
     Raises:
         ValueError: the flags, the trace or the server are not fit for a load; one line says why.
         OSError: a file cannot be read or written.
     """
     # What cannot be told afterwards is refused before.
-    result_of(settings, LoadTally(settings.result.slo), RunState("", 0, 0.0, False))
+    result_of(settings, LoadTally(settings.result.slo).snapshot(0.0), RunState("", 0, False))
     requests = read_requests(settings.workload)
     prompts = prompts_of(settings.workload, settings.target)
     times_s = due_times(requests, settings.pace)
@@ -57,18 +59,22 @@ async def run_load(settings: LoadSettings) -> Json:
             repeat(first, settings.num_warmups), prompts, repeat(None), count(-2, -1)
         ),
     )
-    return await LoadSession(replace(settings, target=checked.target), load).run()
+    session = LoadSession(replace(settings, target=checked.target), load)
+    return await session.run(), session.result_path
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print its result; 1 if no request completed, 130 if it was interrupted."""
     settings = settings_of(arguments)
     try:
-        result = asyncio.run(run_load(settings))
+        result, path = asyncio.run(run_load(settings))
     except KeyboardInterrupt:
         print("interrupted before the load began", file=sys.stderr)
         return INTERRUPTED
+    # Told before it is kept: a full disk does not take it.
     print(table_of(result, settings.result))
+    if path is not None:
+        keep_result(path, result)
     if result["interrupted"]:
         return INTERRUPTED
     return 0 if result["completed"] else 1

@@ -18,9 +18,10 @@ from typing import Any
 
 from loadtest.client import Target
 from loadtest.measures import Slo
+from loadtest.mix_arguments import add_mix_arguments, mix_of
 from loadtest.prompts import parse_languages
 from loadtest.send_times import RampStrategy, RampUp
-from loadtest.synthetic import LengthRange, Mix, parse_priorities
+from loadtest.synthetic import Mix
 
 DEFAULT_NUM_PROMPTS = 1000
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -137,7 +138,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share"
     )
-    _add_mix_arguments(group)
+    add_mix_arguments(group)
     group.add_argument(
         "--trace-tick-s",
         type=float,
@@ -147,38 +148,14 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--length-scale", type=float, default=1.0, help="of a trace's lengths")
     group.add_argument(
         "--tokenizer",
-        help="the model's: folder, tokenizer.json or hub id; prompts are then exactly as long as "
-        "wanted and share prefixes as the trace says. By default plain words, about a token each",
+        help="the model's: folder, tokenizer.json, package:NAME/FILE or hub id; prompts are then "
+        "exactly as long as wanted and share prefixes as the trace says. By default plain words, "
+        "about a token each",
     )
     group.add_argument(
         "--languages", default="en:6,zh:3,emoji:1", help="shares of the texts, with --tokenizer"
     )
     group.add_argument("--seed", type=int, default=0, help="of lengths, prompts and send times")
-
-
-def _add_mix_arguments(group: argparse._ArgumentGroup) -> None:
-    # Read by `_mix_of`: what is wrong with a text is then one line, without the usage.
-    group.add_argument("--mix-short", default="64-512", help="tokens of short prompts")
-    group.add_argument("--mix-long", default="2048-8192", help="tokens of long prompts")
-    group.add_argument("--mix-long-share", type=float, default=0.1, help="of all prompts")
-    group.add_argument("--mix-output", default="16-256", help="tokens of answers")
-    group.add_argument("--mix-prefixes", type=int, default=0, help="different shared beginnings")
-    group.add_argument("--mix-prefix-blocks", type=int, default=1, help="of 512 tokens, each")
-    group.add_argument("--mix-prefix-share", type=float, default=1.0, help="of prompts with one")
-    group.add_argument("--mix-priorities", default="0:1", help="weights, as in 0:1,1:4")
-
-
-def _mix_of(arguments: argparse.Namespace) -> Mix:
-    return Mix(
-        short=LengthRange.parse(arguments.mix_short),
-        long=LengthRange.parse(arguments.mix_long),
-        long_share=arguments.mix_long_share,
-        output=LengthRange.parse(arguments.mix_output),
-        num_prefixes=arguments.mix_prefixes,
-        prefix_blocks=arguments.mix_prefix_blocks,
-        prefix_share=arguments.mix_prefix_share,
-        priorities=parse_priorities(arguments.mix_priorities),
-    )
 
 
 def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
@@ -275,7 +252,7 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
         input_len=arguments.random_input_len,
         output_len=arguments.random_output_len,
         range_ratio=arguments.random_range_ratio,
-        mix=_mix_of(arguments),
+        mix=mix_of(arguments),
         tick_s=arguments.trace_tick_s,
         time_scale=arguments.time_scale,
         length_scale=arguments.length_scale,

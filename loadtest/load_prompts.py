@@ -1,6 +1,6 @@
 """The prompts of a load: by the model's tokenizer if there is one, of plain words if not.
 
-Owns finding the tokenizer, and in which form a prompt is sent. What prompts say is `prompts`'.
+Owns in which form a prompt is sent. What prompts say is `prompts`'.
 """
 
 from __future__ import annotations
@@ -8,21 +8,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
-from tokenizers import Tokenizer
-
 from loadtest.prompts import PromptMaker
+from loadtest.tokenizer_source import load_tokenizer
 from loadtest.trace import TraceRequest
 from loadtest.words import WORDS
 
 MAX_TEMPLATE_TOKENS = 512
 """What is more than this is no template around a message, but another tokenizer."""
-
-
-class TokenizerError(ValueError):
-    """No tokenizer can be read from there; the message is one line and says what to change."""
 
 
 class Prompts(Protocol):
@@ -109,7 +103,7 @@ def make_prompts(
     """The prompts of a load.
 
     Args:
-        tokenizer: as `read_tokenizer` takes it; None: plain words.
+        tokenizer: as `load_tokenizer` takes it; None: plain words.
         languages: shares of the texts, by name.
         seed: equal ones give equal prompts.
         is_chat: whether they are sent in chats, which take text alone.
@@ -120,25 +114,7 @@ def make_prompts(
     """
     if tokenizer is None:
         return WordPrompts(seed)
-    maker = PromptMaker(read_tokenizer(tokenizer), languages, seed)
+    maker = PromptMaker(load_tokenizer(tokenizer), languages, seed)
     if is_chat or maker.has_exact_text():
         return TextPrompts(maker)
     return TokenIdPrompts(maker)
-
-
-def read_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer from a `tokenizer.json`, a model's folder, or the Hugging Face hub.
-
-    Raises:
-        TokenizerError: there is none.
-    """
-    path = Path(name).expanduser()
-    is_local = path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if is_local and not file.is_file():
-        raise TokenizerError(f"no tokenizer at {file}; give --tokenizer a model's folder")
-    try:
-        return Tokenizer.from_file(str(file)) if is_local else Tokenizer.from_pretrained(name)
-    except Exception as error:  # the library raises bare exceptions, its own and those of the hub
-        reason = " ".join(str(error).split())[:160]
-        raise TokenizerError(f"no tokenizer from {name} ({reason}); change --tokenizer") from error

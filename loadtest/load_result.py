@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loadtest.load_arguments import LoadSettings, ResultSettings
-from loadtest.load_tally import LoadTally
+from loadtest.load_tally import TallySnapshot
 from loadtest.measures import DEFINITIONS, result_json
 from loadtest.provenance import command_line, describe_machine
 from loadtest.report_data import report_section
@@ -38,17 +38,15 @@ class RunState:
     Args:
         date: when it began.
         num_planned: requests it was to send.
-        duration_s: of it so far.
         is_interrupted: whether it was ended before all of them were sent and answered.
     """
 
     date: str
     num_planned: int
-    duration_s: float
     is_interrupted: bool
 
 
-def result_of(settings: LoadSettings, tally: LoadTally, state: RunState) -> Json:
+def result_of(settings: LoadSettings, tally: TallySnapshot, state: RunState) -> Json:
     """The result so far.
 
     Args:
@@ -86,16 +84,15 @@ def result_of(settings: LoadSettings, tally: LoadTally, state: RunState) -> Json
         head["ramp_up_start_rps"] = ramp_up.start_rps
         head["ramp_up_end_rps"] = ramp_up.end_rps
     metrics = tuple(dict.fromkeys((*result.metrics, "worst_gap", "lag")))
-    summary = tally.summary(state.duration_s)
     return {
         **head,
         "self_timed": pace.is_self_timed,
         "interrupted": state.is_interrupted,
-        **result_json(summary, metrics, result.percentiles),
-        "first_faults": tally.first_faults,
+        **result_json(tally.summary, metrics, result.percentiles),
+        "first_faults": dict(tally.first_faults),
         "tokens_counted_by": dict(tally.counted_by),
         "definitions": DEFINITIONS,
-        "report": report_section(summary, tally.timeline()),
+        "report": report_section(tally.summary, tally.timeline),
     }
 
 

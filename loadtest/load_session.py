@@ -11,8 +11,8 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -51,10 +51,14 @@ class LoadSession:
     Args:
         settings: of it, with the target that was checked.
         load: what is sent.
+        save_period_s: how often a result that is kept is written on the way.
     """
 
-    def __init__(self, settings: LoadSettings, load: Load) -> None:
+    def __init__(
+        self, settings: LoadSettings, load: Load, save_period_s: float = SAVE_PERIOD_S
+    ) -> None:
         self._settings = settings
+        self._save_period_s = save_period_s
         self._load = load
         self._date = timestamp()
         self._start_s = 0.0
@@ -68,21 +72,22 @@ class LoadSession:
         return result.directory / file_name(self._settings, self._date) if result.is_saved else None
 
     async def run(self) -> Json:
-        """Send everything, or as much as there is time for until an interrupt; the result.
+        """Send everything, or as much as there is time for until an interrupt; the result, which
+        is the caller's to keep.
 
         Raises:
-            OSError: the result cannot be written.
+            OSError: a file cannot be written; nothing was sent.
             MeasuresError: a metric or percentile that there is not; nothing was sent.
         """
         # What cannot be told or written afterwards is refused before.
-        self._save()
+        self._keep(self._result())
         _allow_many_connections()
         with self._log() as log:
             self._tally = LoadTally(self._settings.result.slo, log)
             async with Client(self._settings.target) as client:
                 await self._warm_up(client)
                 await self._run_load(client)
-        return self._save()
+        return self._result()
 
     async def _warm_up(self, client: Client) -> None:
         await LoadRun(client, lambda _: None, self._settings.pace.max_concurrency).run(
@@ -94,15 +99,9 @@ class LoadSession:
             run = LoadRun(client, lambda ended: self._end(ended, bar), self._max_concurrency)
             self._start_s = time.monotonic()
             sending = asyncio.ensure_future(run.run(self._load.planned))
-            saving = asyncio.ensure_future(self._save_on_the_way())
             with _interrupting(lambda: self._interrupt(sending)):
-                try:
-                    await sending
-                except asyncio.CancelledError:
-                    if not self._is_interrupted:
-                        raise
-                finally:
-                    saving.cancel()
+                async with self._saving_on_the_way():
+                    await self._wait_for(sending)
 
     @property
     def _max_concurrency(self) -> int | None:
@@ -112,25 +111,57 @@ class LoadSession:
         self._is_interrupted = True
         sending.cancel()
 
+    async def _wait_for(self, sending: asyncio.Future[None]) -> None:
+        try:
+            await sending
+        except asyncio.CancelledError:
+            if not self._is_interrupted:
+                raise
+
     def _end(self, ended: EndedRequest, bar: Any) -> None:
         self._tally.add(ended, self._start_s)
         bar.update()
         if not bar.disable:
             bar.set_postfix(failed=self._tally.num_failed, refresh=False)
 
-    async def _save_on_the_way(self) -> None:
-        while self.result_path is not None:
-            await asyncio.sleep(SAVE_PERIOD_S)
-            self._save()
+    @asynccontextmanager
+    async def _saving_on_the_way(self) -> AsyncIterator[None]:
+        has_ended = asyncio.Event()
+        saving = asyncio.ensure_future(self._save_until(has_ended))
+        try:
+            yield
+        finally:
+            has_ended.set()
+            # To its end: a write that is on its way would else replace the last result.
+            await saving
 
-    def _save(self) -> Json:
-        state = RunState(
-            self._date, self._load.num_planned, self._duration_s(), self._is_interrupted
-        )
-        result = result_of(self._settings, self._tally, state)
+    async def _save_until(self, has_ended: asyncio.Event) -> None:
+        while not has_ended.is_set():
+            try:
+                await asyncio.wait_for(has_ended.wait(), self._save_period_s)
+            except asyncio.TimeoutError:
+                await self._save()
+
+    async def _save(self) -> None:
+        # In a thread: the figures of many requests take a second, and answers come meanwhile.
+        tell = self._teller()
+        try:
+            await asyncio.to_thread(lambda: self._keep(tell()))
+        except OSError as error:
+            print(f"the result cannot be saved now: {error}", file=sys.stderr)
+
+    def _result(self) -> Json:
+        return self._teller()()
+
+    def _teller(self) -> Callable[[], Json]:
+        """Makes the result as it is now, wherever and whenever it is called."""
+        state = RunState(self._date, self._load.num_planned, self._is_interrupted)
+        tally = self._tally.snapshot(self._duration_s())
+        return lambda: result_of(self._settings, tally, state)
+
+    def _keep(self, result: Json) -> None:
         if self.result_path is not None:
             keep_result(self.result_path, result)
-        return result
 
     def _duration_s(self) -> float:
         # What was cut off by an interrupt has no end.

@@ -7,6 +7,8 @@ once a kind, and single requests go to a file if one is asked for.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import IO
 
 import orjson
@@ -35,6 +37,23 @@ def record_of(ended: EndedRequest, start_s: float) -> RequestRecord:
         error=None if answer.fault is None else answer.fault.kind,
         priority=planned.ask.priority,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TallySnapshot:
+    """What the ended requests came to at one moment; later ones do not change it.
+
+    Args:
+        summary: of their latencies, tokens and errors.
+        timeline: when they came and ended.
+        counted_by: answers by how their tokens were counted.
+        first_faults: the words of the first fault of each kind.
+    """
+
+    summary: Summary
+    timeline: TimelineCounts
+    counted_by: Mapping[str, int]
+    first_faults: Mapping[str, str]
 
 
 class LoadTally:
@@ -81,12 +100,17 @@ class LoadTally:
         if self._log is not None:
             self._log.write(_line_of(record))
 
-    def timeline(self) -> TimelineCounts:
-        """When requests came and ended, and tokens came."""
-        return self._timeline.counts()
+    def snapshot(self, duration_s: float) -> TallySnapshot:
+        """What all came to so far, in a run of so many seconds."""
+        return TallySnapshot(
+            self.summary(duration_s),
+            self._timeline.counts(),
+            dict(self.counted_by),
+            dict(self.first_faults),
+        )
 
     def summary(self, duration_s: float) -> Summary:
-        """What all came to so far."""
+        """The latencies, tokens and errors of it alone."""
         return self._measures.summary(duration_s)
 
 

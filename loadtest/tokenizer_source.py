@@ -17,6 +17,9 @@ from deployments.execution.model_source import (
     resolve_model_dir,
 )
 
+MAX_REASON = 200
+"""Characters of what a library says went wrong; some say pages."""
+
 
 class TokenizerError(ValueError):
     """There is no such tokenizer; one line that says what to change."""
@@ -32,34 +35,37 @@ def load_tokenizer(source: str) -> Tokenizer:
     Raises:
         TokenizerError: there is none, or it cannot be read.
     """
-    path = Path(source)
+    path = Path(source).expanduser()
+    is_local = path.exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     try:
-        if path.is_file() and path.suffix == ".json":
-            return _tokenizer_of(path.read_bytes())
-        if path.exists() or source.startswith(PACKAGE_PREFIX):
-            files = read_tokenizer_files(resolve_model_dir(ModelConfig(source=source)))
-            return _tokenizer_of(files["tokenizer.json"])
-    except (ModelSourceError, KeyError, OSError) as error:
-        raise TokenizerError(f"no tokenizer in {source}: {_first_line(error)}") from error
-    return _from_hub(source)
+        if path.suffix == ".gguf" or source.startswith(PACKAGE_PREFIX):
+            path = resolve_model_dir(ModelConfig(source=source))
+        elif not is_local:
+            return _from_hub(source)
+        if path.is_dir():
+            return _tokenizer_of(read_tokenizer_files(path)["tokenizer.json"])
+        return _tokenizer_of(path.read_bytes())
+    except (ModelSourceError, OSError, TokenizerError) as error:
+        raise _no_tokenizer(source, error) from error
 
 
 def _tokenizer_of(content: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises no class of its own
-        raise TokenizerError(f"the tokenizer.json cannot be read: {_first_line(error)}") from error
+        raise TokenizerError(f"its tokenizer.json cannot be read: {error}") from error
 
 
 def _from_hub(source: str) -> Tokenizer:
     try:
         return Tokenizer.from_pretrained(source)
     except Exception as error:  # those of the hub's client, of the network, and bare ones
-        raise TokenizerError(
-            f"no tokenizer {source}, as a path or on the hub ({_first_line(error)}): "
-            "give a tokenizer.json, a model's folder, or its id on a hub that can be reached"
-        ) from error
+        raise TokenizerError(f"no path, and the hub did not give it: {error}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _no_tokenizer(source: str, error: Exception) -> TokenizerError:
+    reason = " ".join(str(error).split())[:MAX_REASON]
+    return TokenizerError(
+        f"no tokenizer from {source} ({reason}); "
+        "give --tokenizer a model's folder, a tokenizer.json, a package:NAME/FILE or a hub id"
+    )

@@ -1,22 +1,28 @@
-"""`chunkserve trace`: what a trace is like, and any known file, changed or not, as a trace.
+"""`chunkserve trace`: what a trace is like; any known file, changed or not, and mixes as a trace.
 
     chunkserve trace describe azure_llm_2023_code.csv
     chunkserve trace convert lengths.csv out.jsonl --request-rate 5 --burstiness 0.5
     chunkserve trace convert conversation.jsonl short.jsonl --spread-ticks 3 --length-scale 0.05
+    chunkserve trace synthesize mix.jsonl --num-prompts 1000 --request-rate 20 --mix-prefixes 4
 
-Owns the flags and their order: first so many, ticks, times, lengths, new arrivals.
+Owns the flags and their order: stretch, first so many, ticks, times, new arrivals, lengths.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from pathlib import Path
 
-from loadtest.arrivals import arriving_at, scale_times, spread_ticks
+from loadtest.arrivals import arriving_at, ramping_up, scale_times, spread_ticks, within
 from loadtest.block_scale import ScaledTrace, scale_with_blocks
-from loadtest.converters import LoadedTrace, open_trace
-from loadtest.trace import HASH_BLOCK_TOKENS, TraceError, write_trace
+from loadtest.converters import LoadedTrace, find_trace, open_trace
+from loadtest.mix_arguments import add_mix_arguments, mix_of
+from loadtest.send_times import RampStrategy, RampUp
+from loadtest.synthetic import synthesize
+from loadtest.trace import HASH_BLOCK_TOKENS, TraceError, TraceRequest, write_trace
 from loadtest.trace_stats import describe, description_lines
 
 
@@ -31,10 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     converted.add_argument("output", help="the trace to write")
     for command in (told, converted):
         _add_changes(command)
+    made = commands.add_parser("synthesize", help="write a mix of short and long requests")
+    made.add_argument("output", help="the trace to write")
+    made.add_argument("--num-prompts", type=int, default=1000)
+    made.add_argument("--request-rate", type=float, default=1.0, help="per second")
+    made.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson")
+    made.add_argument("--seed", type=int, default=0, help="of lengths and arrivals")
+    add_mix_arguments(made.add_argument_group("the mix"))
 
 
 def _add_changes(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("changes")
+    group.add_argument("--from-s", type=float, default=0.0, help="a stretch of the file's time")
+    group.add_argument("--to-s", type=float, default=math.inf, help="where it ends")
     group.add_argument("--num-prompts", type=int, help="the first so many requests")
     group.add_argument(
         "--spread-ticks", type=float, metavar="S", help="later by chance, so long at most"
@@ -42,6 +57,9 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
     group.add_argument("--time-scale", type=float, default=1.0, help="0.5: twice the rate")
     group.add_argument("--length-scale", type=float, default=1.0, help="hash blocks scale too")
     group.add_argument("--request-rate", type=float, help="new arrivals, per second")
+    group.add_argument("--ramp-up-strategy", choices=[kind.value for kind in RampStrategy])
+    group.add_argument("--ramp-up-start-rps", type=float, help="new arrivals of a rate that grows")
+    group.add_argument("--ramp-up-end-rps", type=float, help="or falls to this")
     group.add_argument("--burstiness", type=float, default=1.0, help="of them; 1 is Poisson")
     group.add_argument("--seed", type=int, default=0, help="of ticks and arrivals")
     group.add_argument(
@@ -54,14 +72,18 @@ def main(arguments: argparse.Namespace) -> int:
 
     Raises:
         TraceError: the file or a flag cannot be used.
+        SendTimesError: a rate, burstiness or ramp that makes no times.
         OSError: a file cannot be read or written.
     """
+    if arguments.action == "synthesize":
+        return _synthesize(arguments)
     loaded = open_trace(arguments.file)
     trace = _changed(loaded, arguments)
     if arguments.action == "describe" and arguments.json:
         print(json.dumps(describe(trace), indent=2))
         return 0
     if arguments.action == "convert":
+        _refuse_own_source(find_trace(arguments.file), Path(arguments.output))
         write_trace(arguments.output, trace.requests)
     print("\n".join(description_lines(describe(trace))))
     for note in _notes(loaded, trace, arguments):
@@ -69,8 +91,28 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _synthesize(arguments: argparse.Namespace) -> int:
+    requests = synthesize(
+        mix_of(arguments),
+        arguments.num_prompts,
+        arguments.request_rate,
+        arguments.burstiness,
+        arguments.seed,
+    )
+    write_trace(arguments.output, requests)
+    print("\n".join(description_lines(describe(ScaledTrace(requests, HASH_BLOCK_TOKENS)))))
+    return 0
+
+
+def _refuse_own_source(source: Path, target: Path) -> None:
+    if target.exists() and target.samefile(source):
+        raise TraceError(f"{target} is the trace itself, and would be lost: give another output")
+
+
 def _changed(loaded: LoadedTrace, arguments: argparse.Namespace) -> ScaledTrace:
     requests = loaded.requests
+    if arguments.from_s > 0.0 or arguments.to_s < math.inf:
+        requests = within(requests, arguments.from_s, arguments.to_s)
     if arguments.num_prompts is not None:
         if not 1 <= arguments.num_prompts <= len(requests):
             raise TraceError(
@@ -82,17 +124,33 @@ def _changed(loaded: LoadedTrace, arguments: argparse.Namespace) -> ScaledTrace:
     if arguments.spread_ticks is not None:
         requests = spread_ticks(requests, arguments.spread_ticks, arguments.seed)
     requests = scale_times(requests, arguments.time_scale)
-    if arguments.request_rate is not None:
-        rate, burstiness = arguments.request_rate, arguments.burstiness
-        requests = arriving_at(requests, rate, burstiness, arguments.seed)
+    requests = _arriving(requests, arguments)
     return scale_with_blocks(requests, arguments.length_scale, arguments.hash_block_tokens)
+
+
+def _arriving(requests: list[TraceRequest], arguments: argparse.Namespace) -> list[TraceRequest]:
+    """At the times of the rate or the ramp that is asked for, else at their own."""
+    ends = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
+    if arguments.ramp_up_strategy is None:
+        if ends != (None, None):
+            raise TraceError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+        if arguments.request_rate is None:
+            return requests
+        rate, burstiness = arguments.request_rate, arguments.burstiness
+        return arriving_at(requests, rate, burstiness, arguments.seed)
+    if None in ends or arguments.request_rate is not None:
+        raise TraceError(
+            "a ramp-up goes from --ramp-up-start-rps to --ramp-up-end-rps, without --request-rate"
+        )
+    ramp_up = RampUp(RampStrategy(arguments.ramp_up_strategy), *ends)
+    return ramping_up(requests, ramp_up, arguments.burstiness, arguments.seed)
 
 
 def _notes(loaded: LoadedTrace, trace: ScaledTrace, arguments: argparse.Namespace) -> list[str]:
     notes = []
     if loaded.num_left_out:
         notes.append(f"{loaded.num_left_out} rows without a prompt or an answer were left out")
-    if not loaded.has_arrivals and arguments.request_rate is None:
+    if not loaded.has_arrivals and arguments.request_rate is arguments.ramp_up_strategy is None:
         notes.append("the file has no times, so all come at once; --request-rate gives them some")
     block = trace.hash_block_tokens
     if block != HASH_BLOCK_TOKENS and any(request.hash_ids for request in trace.requests):

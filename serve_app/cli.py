@@ -269,7 +269,7 @@ def _add_load_tests(commands: argparse._SubParsersAction[argparse.ArgumentParser
     _add_modules(
         commands,
         {
-            "trace": (trace_tool, "describe and convert traces of load"),
+            "trace": (trace_tool, "describe, convert and make traces of load"),
             "simulate": (sim_command, "serve a trace on a fleet of simulated GPUs"),
             "plan": (plan, "how many GPUs serve a trace within an SLO"),
             "calibrate": (calibrate, "fit a cost model to an engine's step log"),

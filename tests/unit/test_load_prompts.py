@@ -9,7 +9,6 @@ import pytest
 from loadtest.load_prompts import (
     TextPrompts,
     TokenIdPrompts,
-    TokenizerError,
     WordPrompts,
     make_prompts,
 )
@@ -36,7 +35,7 @@ def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool, tmp_path: Pat
     """Prompts are longer than the trace says once the server adds its chat template."""
     tokenizer = made_tokenizer(kind)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    prompts = make_prompts(str(tmp_path), ENGLISH, 0, is_chat)
+    prompts = make_prompts(str(tmp_path / "tokenizer.json"), ENGLISH, 0, is_chat)
     if isinstance(prompts, TokenIdPrompts):
         assert not is_chat
         assert len(prompts.prompt(REQUEST, 1)) == 100
@@ -56,26 +55,6 @@ def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool, tmp_path: Pat
 def test_a_server_with_another_tokenizer_is_not_fitted(tmp_path: Path) -> None:
     """Prompts shrink to nothing where the server counts ten times as many tokens."""
     made_tokenizer(KINDS[0]).save(str(tmp_path / "tokenizer.json"))
-    prompts = make_prompts(str(tmp_path), ENGLISH, 0, is_chat=True)
+    prompts = make_prompts(str(tmp_path / "tokenizer.json"), ENGLISH, 0, is_chat=True)
     assert prompts.fitted(REQUEST, 1000) == prompts
     assert prompts.fitted(REQUEST, 50) == prompts
-
-
-def test_no_tokenizer_is_one_line(tmp_path: Path) -> None:
-    """A wrong path is looked up at the hub, or ends in a traceback."""
-    (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "empty").mkdir()
-    for name in ("/nowhere/at/all", str(tmp_path / "empty"), str(tmp_path)):
-        with pytest.raises(TokenizerError, match="--tokenizer") as error:
-            make_prompts(name, ENGLISH, 0, is_chat=False)
-        assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("seed", [0, 1, 7])
-def test_prompts_sent_before_a_load_are_none_of_its_own(seed: int) -> None:
-    """The first try and the warm-ups, whose numbers are negative, leave prompts of the load in the
-    prefix cache, and its TTFT is that of a hit.
-    """
-    prompts, request = WordPrompts(seed), TraceRequest(0.0, 64, 1)
-    before = {prompts.prompt(request, -number) for number in range(1, 50)}
-    assert not before & {prompts.prompt(request, number) for number in range(50)}

@@ -24,7 +24,8 @@ def told(*flags: str, lag_s: float = 0.0, is_interrupted: bool = False) -> str:
     answer = StreamedAnswer([lag_s + 1.0], TokenCount.SCALED_EVENTS, None, 0)
     planned = PlannedRequest(Ask("hi", 1), 7, 0.0)
     tally.add(EndedRequest(planned, 0.0, Answer(lag_s, lag_s + 1.0, answer, None)), 0.0)
-    result = result_of(settings, tally, RunState("20260101-000000", 1, 2.0, is_interrupted))
+    state = RunState("20260101-000000", 1, is_interrupted)
+    result = result_of(settings, tally.snapshot(2.0), state)
     return table_of(result, settings.result)
 
 

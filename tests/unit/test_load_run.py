@@ -124,11 +124,15 @@ def test_nothing_is_held_of_requests_that_have_ended() -> None:
     """A run of hours grows with every request that it has sent."""
     held = []
 
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(each, PlannedRequest) for each in gc.get_objects())
+
     def look(ended: EndedRequest) -> None:
         if ended.planned.ask.prompt in ("500", "1500"):
-            gc.collect()
-            held.append(sum(isinstance(each, PlannedRequest) for each in gc.get_objects()))
+            held.append(count() - num_before)
 
+    num_before = count()
     run = LoadRun(GatedSender(), look, max_concurrency=4)
     asyncio.run(run.run(planned(*[None] * 2000)))
     assert len(held) == 2 and max(held) <= 4 + 2

@@ -34,9 +34,7 @@ def test_of_a_hubs_model_only_the_tokenizer_is_asked_for(monkeypatch: pytest.Mon
         raise OSError("no route\nto the hub")
 
     monkeypatch.setattr("loadtest.tokenizer_source.Tokenizer.from_pretrained", refuse)
-    with pytest.raises(
-        TokenizerError, match=r"no tokenizer some/model, .*no route\): give"
-    ) as told:
+    with pytest.raises(TokenizerError, match="some/model .*no route to the hub.*give") as told:
         load_tokenizer("some/model")
     assert asked == ["some/model"]
     assert "\n" not in str(told.value)
@@ -45,9 +43,10 @@ def test_of_a_hubs_model_only_the_tokenizer_is_asked_for(monkeypatch: pytest.Mon
 def test_what_is_no_tokenizer_is_told(tmp_path: Path) -> None:
     """A broken file, or a folder without one, ends in a traceback."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match="cannot be read"):
-        load_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(TokenizerError, match="no tokenizer in"):
-        load_tokenizer(str(tmp_path))
+    for source in (str(tmp_path / "tokenizer.json"), str(tmp_path)):
+        with pytest.raises(TokenizerError, match="cannot be read"):
+            load_tokenizer(source)
+    with pytest.raises(TokenizerError, match="No such file"):
+        load_tokenizer(str(tmp_path / "missing" / "tokenizer.json"))
     with pytest.raises(TokenizerError, match="not installed"):
         load_tokenizer("package:no_such_package/model.gguf")

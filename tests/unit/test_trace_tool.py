@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from loadtest.arrivals import arriving_at, scale_lengths
 from loadtest.block_scale import ScaledTrace, scale_with_blocks
+from loadtest.converters import TRACES_VARIABLE, load_trace
 from loadtest.trace import TraceError, TraceRequest, read_trace, write_trace
 from loadtest.trace_stats import describe, description_lines
 from loadtest.trace_tool import add_arguments, main
 
+TRACES = Path(os.environ.get(TRACES_VARIABLE) or Path(__file__).parents[2] / "../shared/traces")
 # Two conversations of 1,300 tokens over one system prompt of 512, each asked twice.
 SHARED = [TraceRequest(n, 1300, 10, (0, 2 * (n % 2) + 1, 2 * (n % 2) + 2)) for n in range(4)]
 
@@ -115,3 +118,84 @@ def test_more_requests_than_there_are_is_refused(tmp_path: Path, words: tuple[st
     write_trace(tmp_path / "t.jsonl", SHARED)
     with pytest.raises(TraceError, match="the trace has 4 requests"):
         run("describe", str(tmp_path / "t.jsonl"), *words)
+
+
+def test_a_stretch_is_taken_before_times_are_scaled(tmp_path: Path) -> None:
+    """The busiest minutes of a trace are looked for in another time than its own."""
+    source, output = tmp_path / "t.jsonl", tmp_path / "out.jsonl"
+    write_trace(source, [TraceRequest(float(time_s), 5 + time_s, 1) for time_s in range(9)])
+    run("convert", str(source), str(output), "--from-s", "4", "--to-s", "7", "--time-scale", "2")
+    found = [(each.timestamp_s, each.input_length) for each in read_trace(output)]
+    assert found == [(0.0, 9), (2.0, 10), (4.0, 11)]
+
+
+def test_new_arrivals_may_come_faster_and_faster(tmp_path: Path) -> None:
+    """A ramp is asked for and the trace's own times are kept."""
+    source, output = tmp_path / "t.jsonl", tmp_path / "out.jsonl"
+    write_trace(source, [TraceRequest(0.0, 5, 1)] * 400)
+    ramp = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "50")
+    run("convert", str(source), str(output), *ramp)
+    times_s = [each.timestamp_s for each in read_trace(output)]
+    assert times_s[200] - times_s[0] > 3 * (times_s[399] - times_s[200])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--from-s", "900"), "no request from 900 s"),
+        (("--ramp-up-start-rps", "1"), "need --ramp-up-strategy"),
+        (("--ramp-up-strategy", "linear"), "a ramp-up goes from"),
+        (
+            ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--request-rate", "2"),
+            "without --request-rate",
+        ),
+    ],
+)
+def test_changes_that_make_no_sense_are_refused(
+    tmp_path: Path, words: tuple[str, ...], says: str
+) -> None:
+    """A flag is dropped in silence, and a file that looks like a trace is written."""
+    source, output = tmp_path / "t.jsonl", tmp_path / "out.jsonl"
+    write_trace(source, SHARED)
+    with pytest.raises(TraceError, match=says):
+        run("convert", str(source), str(output), *words)
+    assert not output.exists()
+
+
+def test_a_trace_is_not_written_over_itself(tmp_path: Path) -> None:
+    """The trace is lost to its own conversion."""
+    source = tmp_path / "t.jsonl"
+    write_trace(source, SHARED)
+    with pytest.raises(TraceError, match="is the trace itself"):
+        run("convert", str(source), str(source), "--num-prompts", "1")
+    assert len(read_trace(source)) == len(SHARED)
+
+
+def test_a_mix_is_written_as_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flag of the mix does nothing."""
+    output = tmp_path / "mix.jsonl"
+    mix = ("--mix-short", "8", "--mix-long", "99", "--mix-long-share", "0.5", "--mix-output", "3")
+    shared = ("--mix-prefixes", "2", "--mix-prefix-share", "0", "--mix-priorities", "1:1")
+    words = ("--num-prompts", "200", "--request-rate", "4", *mix, *shared)
+    assert run("synthesize", str(output), *words) == 0
+    made = read_trace(output)
+    assert {each.input_length for each in made} == {8, 99}
+    assert {(each.output_length, each.priority) for each in made} == {(3, 1)}
+    assert len({each.hash_ids for each in made}) == 200
+    assert made[-1].timestamp_s == pytest.approx(50.0)
+    assert "200" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason=f"no published traces ({TRACES_VARIABLE})")
+def test_published_traces_are_what_their_authors_say() -> None:
+    """A reader drops rows, shifts times or misses what prompts share."""
+    code = describe(ScaledTrace(load_trace(TRACES / "azure_llm_2023_code.csv"), 512))
+    assert code["num_requests"] == 8819
+    assert (code["input_length"]["p50"], code["output_length"]["p50"]) == (1469.0, 13.0)
+    assert code["arrivals"]["duration_s"] == pytest.approx(3435.948, abs=1e-3)
+    assert code["arrivals"]["windows"][0]["peak_rate"] == 67.0
+    path = TRACES / "mooncake_fast25_conversation_first30min.jsonl"
+    conversation = describe(ScaledTrace(load_trace(path), 512))
+    assert conversation["num_requests"] == 5719
+    hit_rate = conversation["sharing"]["best_token_hit_rate"]
+    assert hit_rate == pytest.approx(0.3472, abs=5e-5)

@@ -160,15 +160,15 @@ class ReplicaChooser:
         if not self._replicas:
             return []
         tried = self._tried.get(request.request_id, set())
-        untried = [r.outstanding for name, r in self._replicas.items() if name not in tried]
-        least = min(untried, default=0)
+        loads = {name: replica.outstanding for name, replica in self._replicas.items()}
+        least = min([load for name, load in loads.items() if name not in tried], default=0)
         hashes = request.block_hashes
         # So that several routers, none of which knows anything yet, choose alike.
         taste = hashes[0] if hashes else b""
         bound = max(self._balance_factor * least, least + self._slack_tokens)
         ranks: list[tuple[bool, bool, int, int, int, str]] = []
         for name, replica in self._replicas.items():
-            outstanding = replica.num_own_tokens + replica.num_foreign_tokens
+            outstanding = loads[name]
             num_matched = replica.index.num_matched(hashes) if hashes else 0
             is_over = outstanding > bound and outstanding > least + num_matched * self._block_size
             rank = 0 if is_over else -num_matched

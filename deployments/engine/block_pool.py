@@ -95,15 +95,16 @@ class BlockPool:
 
         They are freed last to first: a prefix is of use to more requests than what follows it.
         """
+        free, ref_counts, hash_of = self._free, self._ref_counts, self._hash_of
         for block_id in reversed(block_ids):
-            count = self._ref_counts[block_id] - 1
+            count = ref_counts[block_id] - 1
             if count < 0:
                 raise IntegrityError(f"block {block_id} was released more often than taken")
-            self._ref_counts[block_id] = count
+            ref_counts[block_id] = count
             if count == 0:
-                self._free[block_id] = None
-                if self._hash_of[block_id] is None:
-                    self._free.move_to_end(block_id, last=False)
+                free[block_id] = None
+                if hash_of[block_id] is None:
+                    free.move_to_end(block_id, last=False)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
         """Let others find this block by its content. Call only after the step that filled it has

@@ -10,7 +10,6 @@ Requests of different priority classes are planned as pools of their own.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from deployments.execution.cost_model import CostModel
 from loadtest.arrivals import within
 from loadtest.measures import METRICS, Slo, Summary, result_json
 from loadtest.planning import Plan, PlanningError, Setting, Trial, find_plan
-from loadtest.provenance import origin
+from loadtest.provenance import keep_result, origin
 from loadtest.report import write_report
 from loadtest.report_data import Run, report_section
 from loadtest.sim_command import add_trace_arguments, read_requests
@@ -212,9 +211,7 @@ def main(arguments: argparse.Namespace) -> int:
     pools = [pool | origin() for pool in pools]
     print(table_of(pools))
     if arguments.save_result:
-        text = json.dumps({**origin(), "pools": pools}, indent=1)
-        arguments.save_result.parent.mkdir(parents=True, exist_ok=True)
-        arguments.save_result.write_text(text + "\n", encoding="utf-8")
+        keep_result(arguments.save_result, {**origin(), "pools": pools})
     if arguments.output:
         runs = [Run(pool["label"], pool) for pool in pools]
         write_report(runs, arguments.output, f"Plan for {Path(arguments.trace).name}")

@@ -5,7 +5,6 @@ JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,7 +20,7 @@ from loadtest.arrivals import arriving_at, scale_lengths, scale_times, spread_ti
 from loadtest.converters import open_trace
 from loadtest.measures import DEFINITIONS, Slo, result_json
 from loadtest.policies import POLICIES
-from loadtest.provenance import origin
+from loadtest.provenance import keep_result, origin
 from loadtest.report_data import report_section
 from loadtest.simulate import ROUTINGS, FleetConfig, SimResult, SimulationError, simulate
 from loadtest.trace import TraceRequest
@@ -86,7 +85,7 @@ def main(arguments: argparse.Namespace) -> int:
     wall_s = perf_counter() - began_s
     if arguments.save_result is not None:
         saved = {**origin(), "label": arguments.label, **sim_result_json(result, fleet)}
-        arguments.save_result.write_text(json.dumps(saved) + "\n", encoding="utf-8")
+        keep_result(arguments.save_result, saved)
     print(describe(result, fleet, wall_s))
     if result.is_saturated:
         print(saturation_warning(result), file=sys.stderr)

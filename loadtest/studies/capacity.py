@@ -22,7 +22,7 @@ from loadtest.converters import load_trace
 from loadtest.measures import result_json
 from loadtest.policies import POLICIES
 from loadtest.simulate import FleetConfig, simulate
-from loadtest.studies.results import add_result_argument, keep_result, tell
+from loadtest.studies.results import add_result_argument, tell, tell_and_keep
 from loadtest.trace import TraceRequest
 
 LENGTHS = "sarathi_sharegpt_8k_lengths.csv"
@@ -166,5 +166,5 @@ def main(arguments: argparse.Namespace) -> int:
         for setting in (STRICT, RELAXED)
     }
     made_of = {"cost_model": cost_model.name, "lengths": LENGTHS, "num_requests": num_requests}
-    keep_result(arguments.save_result, made_of | figures)
+    tell_and_keep(arguments.save_result, made_of | figures)
     return 0

@@ -21,7 +21,7 @@ from deployments.execution.cost_model import CostModel
 from loadtest.converters import find_trace
 from loadtest.measures import result_json
 from loadtest.simulate import FleetConfig, SimResult, simulate
-from loadtest.studies.results import add_result_argument, keep_result
+from loadtest.studies.results import add_result_argument, tell_and_keep
 from loadtest.trace import TraceRequest
 
 WORKLOAD = "groundtruth/sharegpt300_sps10_lengths_and_prefix16.jsonl"
@@ -142,5 +142,5 @@ def main(arguments: argparse.Namespace) -> int:
         for run in RUNS
         for is_on in (False, True)
     }
-    keep_result(arguments.save_result, figures)
+    tell_and_keep(arguments.save_result, figures)
     return 0

@@ -21,7 +21,7 @@ from loadtest.arrivals import arriving_at
 from loadtest.converters import load_trace
 from loadtest.measures import RequestRecord, result_json
 from loadtest.simulate import FleetConfig, SimResult, simulate
-from loadtest.studies.results import add_result_argument, keep_result, tell
+from loadtest.studies.results import add_result_argument, tell, tell_and_keep
 from loadtest.trace import TraceRequest
 
 CONVERSATIONS = "azure_llm_2023_conv.csv"
@@ -194,5 +194,5 @@ def main(arguments: argparse.Namespace) -> int:
             "beside_the_conversations": drain(burst, sample, fleet),
         },
     }
-    keep_result(arguments.save_result, figures)
+    tell_and_keep(arguments.save_result, figures)
     return 0

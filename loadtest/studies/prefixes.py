@@ -22,7 +22,7 @@ from loadtest.converters import load_trace
 from loadtest.measures import result_json
 from loadtest.sim_prompts import PromptMaker
 from loadtest.simulate import ROUTINGS, FleetConfig, simulate
-from loadtest.studies.results import add_result_argument, keep_result
+from loadtest.studies.results import add_result_argument, tell_and_keep
 from loadtest.trace import HASH_BLOCK_TOKENS, TraceRequest
 
 TRACE = "mooncake_fast25_conversation_first30min.jsonl"
@@ -121,5 +121,5 @@ def main(arguments: argparse.Namespace) -> int:
             spread_ticks(trace, seed=arguments.seed), cost_model, arguments.seed
         ),
     }
-    keep_result(arguments.save_result, figures)
+    tell_and_keep(arguments.save_result, figures)
     return 0

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loadtest.provenance import origin
+from loadtest.provenance import keep_result, origin
 
 RESULTS_DIR = Path("loadtest/results")
 
@@ -29,9 +29,8 @@ def tell(progress: str) -> None:
     print(progress, file=sys.stderr, flush=True)
 
 
-def keep_result(path: Path, figures: Mapping[str, Any]) -> None:
+def tell_and_keep(path: Path, figures: Mapping[str, Any]) -> None:
     """Write figures with what made them, and print them."""
-    text = json.dumps({**origin(), **figures}, indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    result = {**origin(), **figures}
+    keep_result(path, result)
+    print(json.dumps(result, indent=1))

@@ -228,6 +228,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         bench_ceiling,
         bench_chunking,
         bench_load,
+        bench_own_cost,
         bench_serve,
         bench_soak,
         bench_stall,
@@ -256,6 +257,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "chunking": (
                 bench_chunking,
                 "short requests beside long ones, chunked prefill on and off",
+            ),
+            "own-cost": (
+                bench_own_cost,
+                "what a step costs beside the model, from 1 to 1024 running requests",
             ),
             "ceiling": (bench_ceiling, "how much the load client itself can receive"),
         },

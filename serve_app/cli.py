@@ -58,6 +58,10 @@ BENCH_MODULES = {
         "loadtest.bench_soak",
         "many streams, a third of whose clients leave: is anything lost or kept?",
     ),
+    "own-cost": (
+        "loadtest.bench_own_cost",
+        "what a step costs beside the model, from 1 to 1024 running requests",
+    ),
     "stall": ("loadtest.bench_stall", "what huge prompts do to the streams beside them"),
 }
 LOAD_MODULES = {

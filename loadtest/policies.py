@@ -161,8 +161,7 @@ class FirstCome(ABC):
                 continue
             request.num_computed_tokens += row.num_scheduled_tokens
             token_id = result.token_ids[request.request_id]
-            request.append_token(token_id, self._clock.now())
-            reason = request.find_finish_reason(self._limits.eos_token_ids)
+            reason = request.take_token(token_id, self._clock.now(), self._limits.eos_token_ids)
             outputs.append(
                 RequestOutput(request.request_id, token_id)
                 if reason is None

@@ -166,8 +166,6 @@ def test_the_self_check_refuses_logits_that_are_not_numbers(
         monkeypatch.setattr(
             "deployments.execution.model_executor.choose_backend",
             lambda execution, specs, dtype, device, _, backend=NanBackend: backend(dtype, device),
-                dtype, device
-            ),
         )
         with pytest.raises(UnsupportedModel, match="differ from its own by nan"):
             make_executor(make_model("llama"))

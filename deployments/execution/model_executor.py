@@ -73,11 +73,12 @@ class ModelExecutor:
         device, dtype = model.device, model.dtype
         block_size = config.cache.block_size
         specs = probe_layers(model, self._attention)
-        backend = choose_backend(config.execution, specs, dtype, device)
+        kernel_cache = cache_root(config.model)
+        backend = choose_backend(config.execution, specs, dtype, device, kernel_cache)
         answers = eager_answers(model, self._attention, specs, loaded.max_model_len)
         # In between, so that the prepacked weights are checked as well.
         if device.type == "cpu" and config.execution.prepack_weights:
-            few_rows = choose_few_rows(config.execution.compile_kernels, cache_root(config.model))
+            few_rows = choose_few_rows(config.execution.compile_kernels, kernel_cache)
             prepack_linears(model, num_free_bytes(device), few_rows)
         check_against_eager(model, self._attention, backend, specs, answers, block_size)
         num_blocks = num_blocks_that_fit(

@@ -321,7 +321,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return int(arguments.run(arguments))
-    except (ValueError, OSError) as error:  # of ours: ConfigError, RequestRefused and their like
+    except OSError as error:
+        print(f"error: {_told(error)}", file=sys.stderr)
+        return 2
+    except ValueError as error:  # of ours: ConfigError, RequestRefused and their like
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -334,6 +337,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _told(error: OSError) -> str:
+    """Without the number of the error, which a reader has to look up."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename2 or error.filename}: {error.strerror}"
 
 
 if __name__ == "__main__":

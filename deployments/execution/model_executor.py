@@ -6,29 +6,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from deployments.config import ExecutionConfig, ServiceConfig
+from deployments.config import ServiceConfig
 from deployments.engine.outputs import (
     ModelLimits,
     ModelOutput,
     OutOfDeviceMemory,
     SchedulerOutput,
 )
-from deployments.execution.attention.backend import AttentionBackend
-from deployments.execution.attention.cpu_sdpa import CpuSdpaAttention
+from deployments.execution.attention.choice import choose_backend
 from deployments.execution.attention.ragged import RaggedAttention
-from deployments.execution.attention.reference import ReferenceAttention
 from deployments.execution.device_memory import is_out_of_memory, release_unused
 from deployments.execution.few_rows import choose_few_rows
 from deployments.execution.grammar import GrammarCompiler
 from deployments.execution.kv_cache import (
     CPU_DEFAULT_MAX_GB,
-    LayerSpec,
     PagedKVCache,
     num_block_bytes,
     num_blocks_that_fit,
@@ -36,7 +31,6 @@ from deployments.execution.kv_cache import (
 )
 from deployments.execution.llguidance_grammar import make_grammar_compiler
 from deployments.execution.load_gate import (
-    UnsupportedModel,
     check_against_eager,
     eager_answers,
     probe_layers,
@@ -52,28 +46,6 @@ from deployments.execution.sampler import Sampler
 from deployments.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
-
-
-def choose_backend(
-    execution: ExecutionConfig,
-    specs: Sequence[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionBackend[Any]:
-    """The configured attention backend; auto takes cpu_sdpa.
-
-    Raises:
-        UnsupportedModel: it cannot run one of the layers.
-    """
-    backend: AttentionBackend[Any]
-    if execution.attention_backend == "reference":
-        backend = ReferenceAttention()
-    else:
-        backend = CpuSdpaAttention(dtype, device)
-    for spec in specs:
-        if not backend.supports(spec):
-            raise UnsupportedModel(f"attention backend {backend.name!r} cannot run {spec}")
-    return backend
 
 
 class ModelExecutor:

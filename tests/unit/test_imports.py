@@ -106,6 +106,7 @@ RULES = (
     Rule("serve_app*", ("serve_app", *RECORDS)),
     # It measures the executor beside its peers, so it has to load one.
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),
+    Rule("loadtest.bench_quality", ("deployments", "loadtest")),
     # Applications without a model: a composition root like `serve_app.app`.
     Rule("loadtest.stub_app", ("deployments", "serve_app", "loadtest")),
     # A served model's name stands for its tokenizer too, also where that is made from a GGUF file.

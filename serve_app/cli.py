@@ -49,6 +49,10 @@ BENCH_MODULES = {
         "loadtest.bench_chunking",
         "short requests beside long ones, chunked prefill on and off",
     ),
+    "quality": (
+        "loadtest.bench_quality",
+        "quantised weights beside the model's own: quality, memory and speed",
+    ),
     "ceiling": ("loadtest.bench_ceiling", "how much the load client itself can receive"),
     "serve": (
         "loadtest.bench_serve",

@@ -155,17 +155,17 @@ def run_search(settings: CapacitySettings, model: str | None) -> Json:
     Raises:
         ValueError: the flags, the trace or the server are not fit for it; one line says why.
     """
-    requests = read_requests(settings.workload)
-    first = next(iter(requests))
-    prompts = prompts_of(settings.workload, settings.target)
+    trace = read_requests(settings.workload)
+    first = next(iter(trace.requests))
+    prompts = prompts_of(settings.workload, settings.target, trace.hash_block_tokens)
     probe = Ask(prompts.prompt(first, -1), 1)
     checked = asyncio.run(check_target(settings.target, model, probe))
     if checked.num_prompt_tokens is not None:
         prompts = prompts.fitted(first, checked.num_prompt_tokens)
     settings = replace(settings, target=checked.target)
-    trials = RateTrials(settings, requests, prompts)
+    trials = RateTrials(settings, trace.requests, prompts)
     capacity = find_capacity(trials.run, settings.bounds)
-    return _result_of(settings, capacity, trials.idle_ttft_s, len(requests))
+    return _result_of(settings, capacity, trials.idle_ttft_s, len(trace.requests))
 
 
 def _result_of(

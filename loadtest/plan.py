@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deployments.config import CacheConfig, SchedulerConfig
 from deployments.execution.cost_model import CostModel
 from loadtest.arrivals import within
+from loadtest.block_scale import ScaledTrace
 from loadtest.measures import METRICS, Slo, Summary, result_json
 from loadtest.planning import Plan, PlanningError, Setting, Trial, find_plan
 from loadtest.provenance import keep_result, origin
@@ -39,11 +40,13 @@ class Question:
     """What a pool has to serve, and what it may be made of.
 
     Args:
+        hash_block_tokens: tokens that a hash id of the trace stands for.
         slo: bounds that `percentile` percent of requests (of gaps, for itl) have to keep.
         price: of one GPU for an hour; None: not told.
     """
 
     trace: Sequence[TraceRequest]
+    hash_block_tokens: int
     cost_model: CostModel
     slo: Slo
     percentile: float
@@ -100,7 +103,14 @@ class PoolPlanner:
             max_num_waiting=UNLIMITED_QUEUE,
         )
         cache = CacheConfig(enable_prefix_caching=asked.caches_prefixes)
-        return FleetConfig(asked.cost_model, num_replicas, scheduler, cache, slo=asked.slo)
+        return FleetConfig(
+            asked.cost_model,
+            num_replicas,
+            scheduler,
+            cache,
+            hash_block_tokens=asked.hash_block_tokens,
+            slo=asked.slo,
+        )
 
     def _told(self, plan: Plan) -> list[Json]:
         keys = [f"p99_{name}_ms" for name in TRIAL_METRICS]
@@ -204,9 +214,10 @@ def main(arguments: argparse.Namespace) -> int:
     slo = Slo.parse(arguments.slo)
     if not slo.has_bounds:
         raise PlanningError("a plan needs an SLO: give --slo ttft:300 itl:50")
+    block = trace.hash_block_tokens
     pools = [
-        PoolPlanner(_question(part, slo, arguments), name).plan()
-        for name, part in _pools_of(trace).items()
+        PoolPlanner(_question(ScaledTrace(part, block), slo, arguments), name).plan()
+        for name, part in _pools_of(trace.requests).items()
     ]
     pools = [pool | origin() for pool in pools]
     print(table_of(pools))
@@ -218,12 +229,14 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if all(pool["is_served"] for pool in pools) else 1
 
 
-def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
-    requests = read_requests(arguments)
-    return requests if arguments.seconds is None else within(requests, 0.0, arguments.seconds)
+def _trace_of(arguments: argparse.Namespace) -> ScaledTrace:
+    trace = read_requests(arguments)
+    if arguments.seconds is None:
+        return trace
+    return replace(trace, requests=within(trace.requests, 0.0, arguments.seconds))
 
 
-def _pools_of(trace: Sequence[TraceRequest]) -> dict[str, list[TraceRequest]]:
+def _pools_of(trace: Collection[TraceRequest]) -> dict[str, list[TraceRequest]]:
     priorities = sorted({request.priority for request in trace})
     if len(priorities) == 1:
         return {"all": list(trace)}
@@ -233,9 +246,10 @@ def _pools_of(trace: Sequence[TraceRequest]) -> dict[str, list[TraceRequest]]:
     }
 
 
-def _question(trace: Sequence[TraceRequest], slo: Slo, arguments: argparse.Namespace) -> Question:
+def _question(trace: ScaledTrace, slo: Slo, arguments: argparse.Namespace) -> Question:
     return Question(
-        trace=trace,
+        trace=list(trace.requests),
+        hash_block_tokens=trace.hash_block_tokens,
         cost_model=CostModel.load(arguments.cost_model),
         slo=slo,
         percentile=arguments.percentile,

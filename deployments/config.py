@@ -133,8 +133,10 @@ class ExecutionConfig(Section):
     """Where and how the model runs."""
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    attention_backend: Literal["auto", "reference", "cpu_sdpa", "cpu_native"] = "auto"
-    """auto takes cpu_native on a CPU with a C++ compiler, else cpu_sdpa."""
+    attention_backend: Literal["auto", "reference", "cpu_sdpa", "cpu_native", "triton"] = "auto"
+    """auto: the fastest that runs all layers of the model on the device; on a CPU with a C++
+    compiler cpu_native, on a GPU triton.
+    """
     num_threads: int | None = Field(default=None, ge=1)
     """Of torch on a CPU; by default one less than the cores, at least 1."""
     prepack_weights: bool = True

@@ -49,6 +49,10 @@ BENCH_MODULES = {
         "loadtest.bench_chunking",
         "short requests beside long ones, chunked prefill on and off",
     ),
+    "quality": (
+        "loadtest.bench_quality",
+        "quantised weights beside the model's own: quality, memory and speed",
+    ),
     "ceiling": ("loadtest.bench_ceiling", "how much the load client itself can receive"),
     "serve": (
         "loadtest.bench_serve",
@@ -321,7 +325,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return int(arguments.run(arguments))
-    except (ValueError, OSError) as error:  # of ours: ConfigError, RequestRefused and their like
+    except OSError as error:
+        print(f"error: {_told(error)}", file=sys.stderr)
+        return 2
+    except ValueError as error:  # of ours: ConfigError, RequestRefused and their like
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -334,6 +341,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _told(error: OSError) -> str:
+    """Without the number of the error, which a reader has to look up."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename2 or error.filename}: {error.strerror}"
 
 
 if __name__ == "__main__":

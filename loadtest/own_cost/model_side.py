@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 import torch
 
-from deployments.config import ExecutionConfig
+from deployments.config import ExecutionConfig, ModelConfig
 from deployments.engine.outputs import ScheduledRequest
 from deployments.engine.request import Request
 from deployments.execution.attention.choice import choose_backend
 from deployments.execution.input_batch import InputBatch
 from deployments.execution.kv_cache import LayerSpec
+from deployments.execution.model_source import cache_root
 from deployments.execution.sampler import Sampler
 from deployments.protocol import GenerateRequest, SamplingParams
 
@@ -65,7 +66,7 @@ def running_requests(num_running: int, params: SamplingParams) -> list[Request]:
 def measure_inputs(num_running: int) -> float:
     """Microseconds to lay out a step of decodes: its tensors and the plan of its attention."""
     dtype, device = torch.bfloat16, torch.device("cpu")
-    backend = choose_backend(ExecutionConfig(), [SPEC], dtype, device)
+    backend = choose_backend(ExecutionConfig(), [SPEC], dtype, device, cache_root(ModelConfig()))
     requests = running_requests(num_running, SAMPLINGS["greedy"])
     rows = []
     for index, request in enumerate(requests):

@@ -16,11 +16,11 @@ from deployments.config import (
     CacheConfig,
     ConfigError,
     SchedulerConfig,
+    Section,
     parse_service_config,
     read_yaml,
     service_tree,
 )
-from deployments.config_base import Section
 from deployments.execution.cost_model import CostModel
 from loadtest.measures import Slo
 from loadtest.simulate import FleetConfig, SimulationError

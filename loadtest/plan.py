@@ -10,6 +10,7 @@ Requests of different priority classes are planned as pools of their own.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from loadtest.block_scale import ScaledTrace
 from loadtest.measures import Slo
 from loadtest.plan_pool import PoolPlanner, Question
 from loadtest.planning import PlanningError, Setting
-from loadtest.provenance import keep_result, origin
+from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.report import write_report
 from loadtest.report_data import Run
 from loadtest.sim_command import add_trace_arguments, read_requests
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Plan, and print the table; 1 if a pool cannot be served."""
+    _check(arguments)
     trace = _trace_of(arguments)
     slo = Slo.parse(arguments.slo)
     if not slo.has_bounds:
@@ -93,6 +95,18 @@ def main(arguments: argparse.Namespace) -> int:
         runs = [Run(pool["label"], pool) for pool in pools]
         write_report(runs, arguments.output, f"Plan for {Path(arguments.trace).name}")
     return 0 if all(pool["is_served"] for pool in pools) else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What would end a plan after its first trial, or make nonsense of it, is told before."""
+    if arguments.max_num_seqs < 1:
+        raise PlanningError("--max-num-seqs must be at least 1")
+    if not 0.0 < arguments.percentile <= 100.0:
+        raise PlanningError("--percentile must be above 0 and at most 100")
+    if arguments.price is not None and not 0.0 <= arguments.price < math.inf:
+        raise PlanningError("--price must be 0 or more")
+    check_can_keep(arguments.save_result)
+    check_can_keep(arguments.output)
 
 
 def _trace_of(arguments: argparse.Namespace) -> ScaledTrace:

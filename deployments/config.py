@@ -293,12 +293,26 @@ def load_service_config(path: Path) -> ServiceConfig:
     Raises:
         ConfigError: the file cannot be read or used.
     """
-    data = read_yaml(path)
-    if isinstance(data, Mapping) and "applications" in data:
-        applications = data["applications"]
-        if not (
-            isinstance(applications, list) and applications and isinstance(applications[0], Mapping)
-        ):
-            raise ConfigError(f"{path}: applications must be a list with at least one application")
-        return parse_service_config(applications[0].get("args"), f"{path}: applications.0.args")
-    return parse_service_config(data, str(path))
+    where = f"{path}: applications.0.args" if _is_serve_config(data := read_yaml(path)) else path
+    return parse_service_config(service_tree(data, path), str(where))
+
+
+def service_tree(data: Any, path: Path) -> Any:
+    """What a file says of the service: all of it, or of a Serve config its first application's
+    args.
+
+    Raises:
+        ConfigError: a Serve config has no application.
+    """
+    if not _is_serve_config(data):
+        return data
+    applications = data["applications"]
+    if not (
+        isinstance(applications, list) and applications and isinstance(applications[0], Mapping)
+    ):
+        raise ConfigError(f"{path}: applications must be a list with at least one application")
+    return applications[0].get("args")
+
+
+def _is_serve_config(data: Any) -> bool:
+    return isinstance(data, Mapping) and "applications" in data

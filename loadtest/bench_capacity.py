@@ -24,11 +24,8 @@ from typing import Any
 from loadtest.capacity import Capacity, SearchBounds, Trial, find_capacity
 from loadtest.client import Ask, Client, Target
 from loadtest.load_arguments import (
-    ArgumentsError,
     WorkloadSettings,
-    add_target_arguments,
     add_workload_arguments,
-    target_of,
     workload_of,
 )
 from loadtest.load_prompts import Prompts
@@ -39,7 +36,8 @@ from loadtest.load_workload import plan_requests
 from loadtest.measures import DEFINITIONS, Slo, Summary, result_json
 from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.send_times import steady_times
-from loadtest.target_check import check_target
+from loadtest.target_arguments import ArgumentsError, add_target_arguments, target_of
+from loadtest.target_check import wait_for_target
 from loadtest.trace import TraceRequest
 
 NUM_IDLE_REQUESTS = 5
@@ -75,6 +73,7 @@ class CapacitySettings:
     burstiness: float
     bounds: SearchBounds
     label: str
+    ready_s: float
 
 
 class RateTrials:
@@ -186,7 +185,7 @@ def run_search(settings: CapacitySettings, model: str | None) -> Json:
     first = next(iter(trace.requests))
     prompts = prompts_of(settings.workload, settings.target, trace.hash_block_tokens)
     probe = Ask(prompts.prompt(first, -1), 1)
-    checked = asyncio.run(check_target(settings.target, model, probe))
+    checked = asyncio.run(wait_for_target(settings.target, model, probe, settings.ready_s))
     if checked.num_prompt_tokens is not None:
         prompts = prompts.fitted(first, checked.num_prompt_tokens)
     settings = replace(settings, target=checked.target)
@@ -250,6 +249,7 @@ def settings_of(arguments: argparse.Namespace) -> CapacitySettings:
         burstiness=arguments.burstiness,
         bounds=bounds,
         label=arguments.label,
+        ready_s=arguments.ready_check_timeout_sec,
     )
 
 

@@ -7,7 +7,7 @@ line. Each function draws one picture and returns None where no run has what it 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,24 @@ def draw_all(runs: Sequence[Run]) -> list[Chart]:
         _sweep(runs, "itl", "Gap between tokens by rate"),
     ]
     return [chart for chart in charts if chart is not None]
+
+
+Line = tuple[Sequence[float], Sequence[float]]
+"""x and y."""
+
+
+def draw_lines(
+    name: str, title: str, lines: Mapping[str, Line], x_label: str, y_label: str
+) -> Chart:
+    """Lines by their legends, both axes logarithmic: what grows in proportion runs diagonally."""
+    figure, axes = _canvas(title, x_label, y_label)
+    for number, (label, (x, y)) in enumerate(lines.items()):
+        axes.plot(x, y, "o-", color=_colour(number), label=label, markersize=4)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _write_plainly(axes.xaxis)
+    _write_plainly(axes.yaxis)
+    return _chart(figure, axes, name, title)
 
 
 # --- kinds of pictures ----------------------------------------------------------------------------

@@ -49,6 +49,10 @@ BENCH_MODULES = {
         "loadtest.bench_chunking",
         "short requests beside long ones, chunked prefill on and off",
     ),
+    "quality": (
+        "loadtest.bench_quality",
+        "quantised weights beside the model's own: quality, memory and speed",
+    ),
     "ceiling": ("loadtest.bench_ceiling", "how much the load client itself can receive"),
     "serve": (
         "loadtest.bench_serve",
@@ -57,6 +61,10 @@ BENCH_MODULES = {
     "soak": (
         "loadtest.bench_soak",
         "many streams, a third of whose clients leave: is anything lost or kept?",
+    ),
+    "own-cost": (
+        "loadtest.bench_own_cost",
+        "what a step costs beside the model, from 1 to 1024 running requests",
     ),
     "stall": ("loadtest.bench_stall", "what huge prompts do to the streams beside them"),
 }

@@ -81,8 +81,8 @@ def target_of(arguments: argparse.Namespace) -> Target:
     """The target, whose model the server is yet to confirm.
 
     Raises:
-        ArgumentsError: the extra body is no JSON object, a header has no name, or a time is no
-            time.
+        ArgumentsError: the base URL is none, the extra body is no JSON object, a header has no
+            name, or a time is no time.
     """
     if not 0.0 < arguments.timeout_s < math.inf:
         raise ArgumentsError(f"--timeout-s must be above 0, not {arguments.timeout_s:g}")
@@ -90,9 +90,12 @@ def target_of(arguments: argparse.Namespace) -> Target:
         raise ArgumentsError("--ready-check-timeout-sec must be 0 or more")
     given = {name: getattr(arguments, name) for name in SAMPLING}
     sampling = {name: value for name, value in given.items() if value is not None}
+    base_url = arguments.base_url or f"http://{arguments.host}:{arguments.port}"
+    if not base_url.startswith(("http://", "https://")):
+        raise ArgumentsError(f"--base-url begins with http:// or https://, unlike {base_url!r}")
     endpoint = arguments.endpoint or ENDPOINTS[arguments.backend]
     return Target(
-        base_url=arguments.base_url or f"http://{arguments.host}:{arguments.port}",
+        base_url=base_url,
         endpoint="/" + endpoint.lstrip("/"),
         model=arguments.model or "",
         api_key=os.environ.get(API_KEY_VARIABLE),

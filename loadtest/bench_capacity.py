@@ -41,6 +41,9 @@ from loadtest.target_check import wait_for_target
 from loadtest.trace import TraceRequest
 
 NUM_IDLE_REQUESTS = 5
+MIN_LOAD_S = 30.0
+"""In this time a queue that grows by an eighth of the rate comes to the median delay that the
+sustained-queue test allows; in less, only a server that is far too slow is found out."""
 TOLD_METRICS = ("ttft", "tpot", "itl", "e2el", "lag")
 INTERRUPTED = 130
 Json = dict[str, Any]
@@ -194,6 +197,19 @@ def run_search(settings: CapacitySettings, model: str | None) -> Json:
     return _result_of(settings, capacity, trials, len(trace.requests))
 
 
+def caution_of(capacity: float, num_prompts: int) -> str | None:
+    """What to make of a rate that was sustained for a moment alone: any server takes in a handful
+    of requests. None: the load was long enough.
+    """
+    if not capacity or num_prompts / capacity >= MIN_LOAD_S:
+        return None
+    return (
+        f"{num_prompts} requests at {capacity:.3g}/s are sent within {num_prompts / capacity:.3g} "
+        f"s, too soon for a queue to show: give --num-prompts {math.ceil(capacity * MIN_LOAD_S)} "
+        "or more"
+    )
+
+
 def _result_of(
     settings: CapacitySettings, capacity: Capacity, trials: RateTrials, num_prompts: int
 ) -> Json:
@@ -206,6 +222,7 @@ def _result_of(
         "slo_percentile": settings.percentile,
         "capacity": capacity.rate,
         "lowest_rate_not_sustained": capacity.failed_rate,
+        "caution": caution_of(capacity.rate, num_prompts),
         "idle_median_ttft_ms": trials.idle_ttft_s * 1e3,
         "sweep": trials.told,
         "definitions": DEFINITIONS,
@@ -265,6 +282,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.save_result is not None:
         keep_result(arguments.save_result, result)
     print(json.dumps(result, indent=2))
+    if result["caution"]:
+        print(f"warning: {result['caution']}", file=sys.stderr)
     return 0 if result["capacity"] else 1
 
 

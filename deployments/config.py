@@ -44,6 +44,11 @@ class ModelConfig(Section):
     """auto: the checkpoint's own on a GPU; on a CPU bfloat16 where the hardware multiplies it, else
     float32.
     """
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Of linear weights, made at load. int8 takes about half the memory of bfloat16 and is faster
+    on a CPU, at little cost in quality; int4 is smaller still and costs a small model much, unless
+    its checkpoint had 4 bits before (docs/performance.md has figures).
+    """
     max_model_len: int | None = Field(default=None, ge=2)
     """Context in tokens, prompt and output together; by default the model's own."""
     cache_dir: Path | None = None

@@ -133,14 +133,15 @@ class ExecutionConfig(Section):
     """Where and how the model runs."""
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    attention_backend: Literal["auto", "reference", "cpu_sdpa"] = "auto"
+    attention_backend: Literal["auto", "reference", "cpu_sdpa", "cpu_native"] = "auto"
+    """auto takes cpu_native on a CPU with a C++ compiler, else cpu_sdpa."""
     num_threads: int | None = Field(default=None, ge=1)
     """Of torch on a CPU; by default one less than the cores, at least 1."""
     prepack_weights: bool = True
     """On a CPU: keep linear weights in the layout its matrix kernels want."""
     compile_kernels: bool = True
-    """On a CPU: build the kernel for a few rows with the machine's C++ compiler, once; without one
-    torch does the same, slower."""
+    """On a CPU: build the kernels for attention and for a few rows with the machine's C++ compiler,
+    once; without one torch does the same, slower."""
     step_log_dir: Path | None = None
     """Where each replica writes the shapes and times of its first steps, a file each, for
     `chunkserve calibrate`; by default nowhere."""

@@ -306,6 +306,19 @@ class PrefillFirst(FirstCome):
         return request.num_tokens
 
 
+class _PlanBeside(StepPlan):
+    """The chunks of a step whose decodes are booked elsewhere."""
+
+    def __init__(self, budget: int, num_decodes: int) -> None:
+        super().__init__(budget - num_decodes)
+        self._num_decodes = num_decodes
+
+    @property
+    def num_decodes(self) -> int:
+        """See StepPlan."""
+        return self._num_decodes
+
+
 class ChunkedPrefill(Scheduler):
     """The service's own scheduler, whose decodes can be booked together."""
 
@@ -332,7 +345,7 @@ class ChunkedPrefill(Scheduler):
         if budget < num_decodes or (head and head.priority < self._running[-1].priority):
             return None
         take_blocks()
-        step = StepPlan(budget - num_decodes)
+        step = _PlanBeside(budget, num_decodes)
         self._schedule_chunks(step, now)
         return step.seal()
 

@@ -1,6 +1,6 @@
 """The running decodes of one replica, advanced together: the same records as row by row, sooner.
 
-While blocks suffice, each step is to a decode as the one before, with one more token, until it ends.
+While blocks suffice, each step is to a decode as the one before, with a token more, until it ends.
 So nothing is written for a token: a request remembers the step that it joined at, and gets its
 tokens and their times when it ends or when somebody must look at it.
 
@@ -14,6 +14,7 @@ Owns what a step does to decodes and their blocks. Does not decide whether there
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class RunningDecodes:
         self._num_steps = 0
         self._needing_block: dict[int, list[_Member]] = {}  # by the step that needs it
         self._ending: dict[int, list[_Member]] = {}  # by the first step they are not in
-        self._ends_s: list[float] = []
+        self._ends_s = array("d")  # compact: a fleet has thousands of them at hand
         self._first_kept = 0  # the step that ends at _ends_s[0]
         self._max_kept = MIN_KEPT_TIMES
         self.num_context_tokens = 0
@@ -98,7 +99,7 @@ class RunningDecodes:
 
     def book(self, ends_s: Sequence[float]) -> list[Request]:
         """Book steps that ended at these moments; returns who has all tokens now and left."""
-        self._ends_s += ends_s
+        self._ends_s.extend(ends_s)
         self._num_steps += len(ends_s)
         self.num_context_tokens += len(self._members) * len(ends_s)
         ended = [each for each in self._ending.pop(self._num_steps, ()) if not each.has_left]

@@ -12,6 +12,7 @@ What a step is and how long it takes is the engines' business; who gets a reques
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -33,7 +34,7 @@ class _Open:
     request: GenerateRequest
     arrived_s: float
     added_s: float = 0.0
-    token_times_s: list[float] = field(default_factory=list)
+    token_times_s: array[float] = field(default_factory=lambda: array("d"))
 
 
 @dataclass(slots=True)

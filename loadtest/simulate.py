@@ -25,6 +25,7 @@ from deployments.execution.sim_executor import SimExecutor
 from loadtest.measures import Distribution, Measures, RequestRecord, Slo, Summary
 from loadtest.policies import POLICIES
 from loadtest.routing_workload import Arrival, ByChance, ByPrefix, Choice
+from loadtest.sim_blocks import UnsharedBlocks
 from loadtest.sim_decodes import RunningDecodes
 from loadtest.sim_fleet import EndedRequest, Fleet
 from loadtest.sim_prompts import VOCAB_SIZE, PromptMaker
@@ -237,7 +238,8 @@ class _Run:
             eos_token_ids=frozenset(),
         )
         clock = VirtualClock(min(0.0, self._trace[0].timestamp_s))
-        kv = KVCacheManager(BlockPool(limits.num_blocks), limits.block_size, self._caches)
+        pool = (BlockPool if self._caches else UnsharedBlocks)(limits.num_blocks)
+        kv = KVCacheManager(pool, limits.block_size, self._caches)
         budget = ShrinkingBudget(FixedBudget(config.scheduler.token_budget))
         scheduler = POLICIES[config.policy](config.scheduler, limits, kv, budget, clock)
         watch = ReplicaWatch(index, config.num_blocks - 1, self._series, self._busy)

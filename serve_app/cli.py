@@ -62,6 +62,10 @@ BENCH_MODULES = {
         "loadtest.bench_soak",
         "many streams, a third of whose clients leave: is anything lost or kept?",
     ),
+    "own-cost": (
+        "loadtest.bench_own_cost",
+        "what a step costs beside the model, from 1 to 1024 running requests",
+    ),
     "stall": ("loadtest.bench_stall", "what huge prompts do to the streams beside them"),
 }
 LOAD_MODULES = {
@@ -321,7 +325,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return int(arguments.run(arguments))
-    except (ValueError, OSError) as error:  # of ours: ConfigError, RequestRefused and their like
+    except OSError as error:
+        print(f"error: {_told(error)}", file=sys.stderr)
+        return 2
+    except ValueError as error:  # of ours: ConfigError, RequestRefused and their like
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -334,6 +341,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _told(error: OSError) -> str:
+    """Without the number of the error, which a reader has to look up."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename2 or error.filename}: {error.strerror}"
 
 
 if __name__ == "__main__":

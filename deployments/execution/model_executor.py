@@ -19,8 +19,8 @@ from deployments.engine.outputs import (
 )
 from deployments.execution.attention.choice import choose_backend
 from deployments.execution.attention.ragged import RaggedAttention
+from deployments.execution.compiled_linear import find_linear_kernel
 from deployments.execution.device_memory import is_out_of_memory, release_unused
-from deployments.execution.few_rows import choose_few_rows
 from deployments.execution.grammar import GrammarCompiler
 from deployments.execution.kv_cache import (
     CPU_DEFAULT_MAX_GB,
@@ -81,12 +81,13 @@ class ModelExecutor:
             products = choose_products(device, compiles, cache_root(config.model))
             quantize_linears(model, config.model.quantization, products)
         specs = probe_layers(model, self._attention)
-        backend = choose_backend(config.execution, specs, dtype, device)
+        kernel_cache = cache_root(config.model)
+        backend = choose_backend(config.execution, specs, dtype, device, kernel_cache)
         answers = eager_answers(model, self._attention, specs, loaded.max_model_len)
         # In between, so that the prepacked weights are checked as well.
         if device.type == "cpu" and config.execution.prepack_weights:
-            few_rows = choose_few_rows(config.execution.compile_kernels, cache_root(config.model))
-            prepack_linears(model, num_free_bytes(device), few_rows)
+            kernel = find_linear_kernel(config.execution.compile_kernels, kernel_cache)
+            prepack_linears(model, num_free_bytes(device), kernel)
         check_against_eager(model, self._attention, backend, specs, answers, block_size)
         num_blocks = num_blocks_that_fit(
             num_free_bytes(device),

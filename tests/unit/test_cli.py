@@ -102,3 +102,19 @@ def test_a_mistake_is_one_line_that_says_where_help_is(
     told = capsys.readouterr().err
     assert ended.value.code == 2
     assert message in told and told.count("\n") == 1 and "--help" in told
+
+
+def test_a_file_that_cannot_be_written_is_told_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The result of hours cannot be kept, which is found out after them; or the line that says so
+    begins with a number.
+    """
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 2}\n')
+    words = ("simulate", str(trace), "--cost-model", "h100-llama3-8b", "--save-result")
+    assert main([*words, str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.err == f"error: {tmp_path}: Is a directory\n" and told.out == ""
+    assert main([*words, str(trace / "result.json")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,8 +1,8 @@
 """RMS norms of a model, each as one compiled operation.
 
 Which modules are such norms is tried, not known: a module with one weight that answers random
-inputs as a formula does is that formula. Model files differ in the formula's rounding and in whether
-the weight is added to one:
+inputs as a formula does is that formula. Model files differ in the formula's rounding and in
+whether the weight is added to one:
 
     llama     (x / rms).to(dtype) * weight
     gpt_oss   (x / rms * weight).to(dtype)

@@ -17,6 +17,7 @@ from torch import nn
 from deployments.execution.fused_linear import fuse_linears, restore_fused
 from deployments.execution.gated_mlp import replace_gated_mlps, restore_gated_mlps
 from deployments.execution.norms import replace_norms, restore_norms
+from deployments.execution.rotary import replace_rotary, restore_rotary
 from deployments.execution.small_ops import SmallOps
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,11 @@ def operate(model: nn.Module, probe: Callable[[], object], ops: SmallOps | None)
         probe: runs one forward of `model`.
         ops: None: only linear layers are fused.
     """
-    num_norms = num_mlps = 0
+    num_norms = num_mlps = num_rotations = 0
     if ops is not None:
         num_norms = replace_norms(model, ops)
         num_mlps = replace_gated_mlps(model, ops)
+        num_rotations = replace_rotary(model, ops)
     num_groups = fuse_linears(model, probe)
     try:
         probe()
@@ -40,11 +42,18 @@ def operate(model: nn.Module, probe: Callable[[], object], ops: SmallOps | None)
         logger.warning("the model's layers stay as they are: fused ones fail with %s", error)
         undo(model)
         return
-    logger.info("%d norms, %d gated blocks, %d fused inputs", num_norms, num_mlps, num_groups)
+    logger.info(
+        "%d norms, %d gated blocks, %d rotations, %d fused inputs",
+        num_norms,
+        num_mlps,
+        num_rotations,
+        num_groups,
+    )
 
 
 def undo(model: nn.Module) -> None:
     """Put the model's own parts back. Linear layers must be plain ones again."""
     restore_fused(model)
     restore_gated_mlps(model)
+    restore_rotary(model)
     restore_norms(model)

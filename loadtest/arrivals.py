@@ -6,7 +6,6 @@ themselves are those of `send_times`, as the client sends them.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from dataclasses import replace
 from loadtest.send_times import RampUp, ramped_times, steady_times
 from loadtest.trace import TraceError, TraceRequest
 
+MAX_FACTOR = 1e6
 MOONCAKE_TICK_S = 3.0
 """The grid that the timestamps of Mooncake's conversation trace stand on."""
 
@@ -56,7 +56,7 @@ def spread_ticks(
     Raises:
         TraceError: a tick that is not above 0.
     """
-    _check_factor("tick", tick_s)
+    check_factor("tick", tick_s)
     chance = random.Random(seed)
     spread = [
         replace(each, timestamp_s=each.timestamp_s + tick_s * chance.random()) for each in requests
@@ -70,7 +70,7 @@ def scale_times(requests: Iterable[TraceRequest], factor: float) -> list[TraceRe
     Raises:
         TraceError: a factor that is not above 0.
     """
-    _check_factor("time scale", factor)
+    check_factor("time scale", factor)
     return [replace(each, timestamp_s=each.timestamp_s * factor) for each in requests]
 
 
@@ -78,8 +78,10 @@ def within(requests: Iterable[TraceRequest], start_s: float, end_s: float) -> li
     """Those from `start_s` to before `end_s`, with times from `start_s`.
 
     Raises:
-        TraceError: there are none.
+        TraceError: there are none, or the end is not after the start.
     """
+    if not start_s < end_s:
+        raise TraceError(f"no stretch goes from {start_s:g} s to {end_s:g} s: give a later end")
     found = [
         replace(each, timestamp_s=each.timestamp_s - start_s)
         for each in requests
@@ -96,6 +98,13 @@ def _at(requests: Collection[TraceRequest], times_s: Iterable[float]) -> list[Tr
     ]
 
 
-def _check_factor(name: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise TraceError(f"the {name} must be a number above 0, not {value:g}")
+def check_factor(name: str, value: float) -> None:
+    """Refuse what no trace can be scaled by.
+
+    Raises:
+        TraceError: it is not above 0, or so large that times and lengths lose their meaning.
+    """
+    if not 0.0 < value <= MAX_FACTOR:
+        raise TraceError(
+            f"the {name} must be a number above 0, at most {MAX_FACTOR:g}, not {value:g}"
+        )

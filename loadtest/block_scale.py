@@ -10,11 +10,11 @@ where all of them were.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from loadtest.trace import HASH_BLOCK_TOKENS, TraceError, TraceRequest
+from loadtest.arrivals import check_factor
+from loadtest.trace import HASH_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,9 @@ def scale_with_blocks(
         hash_block_tokens: tokens that a hash id stands for before.
 
     Raises:
-        TraceError: a factor that is not above 0.
+        TraceError: a factor that is not above 0, or of a million and more.
     """
-    if not 0.0 < factor < math.inf:
-        raise TraceError(f"the length scale must be a number above 0, not {factor:g}")
+    check_factor("length scale", factor)
     block = max(1, round(hash_block_tokens * factor))
 
     def scaled(request: TraceRequest) -> TraceRequest:

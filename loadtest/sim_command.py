@@ -21,7 +21,7 @@ from loadtest.block_scale import ScaledTrace
 from loadtest.converters import open_trace
 from loadtest.measures import DEFINITIONS, Slo, result_json
 from loadtest.policies import POLICIES
-from loadtest.provenance import keep_result, origin
+from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.report_data import report_section
 from loadtest.simulate import ROUTINGS, FleetConfig, SimResult, SimulationError, simulate
 from loadtest.trace_changes import add_scale_arguments, changes_of, first_requests
@@ -78,7 +78,8 @@ def _add_replica_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Simulate, print the table, save the result."""
+    """Simulate, print the table, save the result; 1 if no request completed."""
+    check_can_keep(arguments.save_result)
     trace = read_requests(arguments)
     fleet = replace(fleet_of(arguments), hash_block_tokens=trace.hash_block_tokens)
     began_s = perf_counter()
@@ -92,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(saturation_warning(result), file=sys.stderr)
     if arguments.save_result is not None:
         print(f"saved to {arguments.save_result}")
-    return 0
+    return 0 if result.summary.num_completed else 1
 
 
 def read_requests(arguments: argparse.Namespace) -> ScaledTrace:

@@ -80,6 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.action == "convert":
         _refuse_own_source(find_trace(arguments.file), Path(arguments.output))
+        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
         write_trace(arguments.output, trace.requests)
     print("\n".join(description_lines(describe(trace))))
     for note in _notes(loaded, trace, arguments):
@@ -95,6 +96,7 @@ def _synthesize(arguments: argparse.Namespace) -> int:
         arguments.burstiness,
         arguments.seed,
     )
+    Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     write_trace(arguments.output, requests)
     print("\n".join(description_lines(describe(ScaledTrace(requests, HASH_BLOCK_TOKENS)))))
     return 0
@@ -107,7 +109,7 @@ def _refuse_own_source(source: Path, target: Path) -> None:
 
 def _changed(loaded: LoadedTrace, arguments: argparse.Namespace) -> ScaledTrace:
     requests = loaded.requests
-    if arguments.from_s > 0.0 or arguments.to_s < math.inf:
+    if (arguments.from_s, arguments.to_s) != (0.0, math.inf):
         requests = within(requests, arguments.from_s, arguments.to_s)
     trace = changes_of(arguments).apply(first_requests(requests, arguments.num_prompts))
     return replace(trace, requests=_arriving(trace.requests, arguments))

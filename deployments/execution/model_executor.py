@@ -41,6 +41,8 @@ from deployments.execution.model_source import cache_root
 from deployments.execution.packed_forward import PackedForward
 from deployments.execution.prepack import prepack_linears, restore_linears
 from deployments.execution.prompt_logprobs import read_prompt_logprobs
+from deployments.execution.quantized import quantize_linears, restore_kept_linears
+from deployments.execution.quantized_products import choose_products
 from deployments.execution.sampler import Sampler
 from deployments.execution.small_ops import find_small_ops
 from deployments.protocol import ModelCard
@@ -57,6 +59,7 @@ class ModelExecutor:
 
     Raises:
         UnsupportedModel: the probe or the self-check fails.
+        CannotQuantize: quantised weights are asked for and it has nothing to quantise.
         OutOfMemory: no KV cache fits beside the model.
     """
 
@@ -74,8 +77,14 @@ class ModelExecutor:
         model = loaded.model
         device, dtype = model.device, model.dtype
         block_size = config.cache.block_size
+        # Before anything is asked of the model: what is compared below is compared as it will be.
+        if config.model.quantization != "none":
+            compiles = config.execution.compile_kernels
+            products = choose_products(device, compiles, cache_root(config.model))
+            quantize_linears(model, config.model.quantization, products)
         specs = probe_layers(model, self._attention)
-        backend = choose_backend(config.execution, specs, dtype, device)
+        kernel_cache = cache_root(config.model)
+        backend = choose_backend(config.execution, specs, dtype, device, kernel_cache)
         answers = eager_answers(model, self._attention, specs, loaded.max_model_len)
         # In between, so that what is replaced is checked as well.
         if device.type == "cpu" and config.execution.prepack_weights:
@@ -195,7 +204,10 @@ class ModelExecutor:
         )
 
     def close(self) -> None:
-        """Give the model its own attention and layers back; the executor is of no more use."""
+        """Give the model its own attention and layers back, but for those whose weights were
+        quantised and are gone; the executor is of no more use.
+        """
         self._attention.restore()
         restore_linears(self._loaded.model)
+        restore_kept_linears(self._loaded.model)
         surgery.undo(self._loaded.model)

@@ -61,10 +61,13 @@ def test_a_stretch_starts_at_zero() -> None:
     assert [(each.timestamp_s, each.input_length) for each in stretch] == [(0.0, 11), (1.0, 12)]
     with pytest.raises(TraceError, match="no request from 20 s to 30 s"):
         within(requests_at(0, 5), 20, 30)
+    for start_s, end_s in ((5, 5), (float("nan"), 9), (0, float("nan"))):
+        with pytest.raises(TraceError, match="give a later end"):
+            within(requests_at(0, 5), start_s, end_s)
 
 
 @pytest.mark.parametrize("scale", [scale_times, spread_ticks])
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 1e300])
 def test_a_bad_factor_is_told(scale: object, factor: float) -> None:
     """A factor of 0 sends all at once, one of NaN nothing at any time."""
     with pytest.raises(TraceError, match="must be a number above 0"):

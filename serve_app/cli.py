@@ -49,6 +49,10 @@ BENCH_MODULES = {
         "loadtest.bench_chunking",
         "short requests beside long ones, chunked prefill on and off",
     ),
+    "forward": (
+        "loadtest.bench_forward",
+        "the model's steps alone, beside what the machine can read and multiply",
+    ),
     "quality": (
         "loadtest.bench_quality",
         "quantised weights beside the model's own: quality, memory and speed",

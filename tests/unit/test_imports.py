@@ -106,6 +106,8 @@ RULES = (
     Rule("serve_app*", ("serve_app", *RECORDS)),
     # It measures the executor beside its peers, so it has to load one.
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),
+    # It measures the model's forward, so it has to load one.
+    Rule("loadtest.bench_forward", ("deployments", "loadtest")),
     # It measures the sampler and the inputs of the executor, and the way of a token to its client.
     Rule("loadtest.bench_own_cost", ("deployments.execution.startup", "loadtest")),
     Rule("loadtest.own_cost.model_side", ("deployments", "loadtest")),

@@ -228,6 +228,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         bench_ceiling,
         bench_chunking,
         bench_load,
+        bench_peers,
         bench_serve,
         bench_soak,
         bench_stall,
@@ -256,6 +257,10 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             "chunking": (
                 bench_chunking,
                 "short requests beside long ones, chunked prefill on and off",
+            ),
+            "peers": (
+                bench_peers,
+                "this service beside vLLM, llama.cpp, transformers and Ray's own, in one run",
             ),
             "ceiling": (bench_ceiling, "how much the load client itself can receive"),
         },

@@ -1,7 +1,7 @@
 """Our engine alone in a process: requests come in on its input, token times go out on its output.
 
     python -m loadtest.peers.engine_child CONFIG_JSON
-    > {"ready": {"dtype": "bfloat16"}}
+    > {"ready": true}
     < {"requests": [[[1, 2, 3], 128], ...], "max_concurrency": 16}
     > {"requests": [[sent_s, [token_s, ...]], ...]}            by time.monotonic()
 
@@ -91,7 +91,7 @@ def main() -> int:
     with made_to_stay():
         executor = ModelExecutor.load(config)
     engine = Engine.build(config.scheduler, config.cache, executor, WallClock())
-    _tell(answers, {"ready": {"dtype": str(executor.dtype).removeprefix("torch.")}})
+    _tell(answers, {"ready": True})
     serve(EngineLoop(engine), sys.stdin, answers)
     return 0
 

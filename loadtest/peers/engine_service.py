@@ -14,7 +14,6 @@ from typing import IO, Any
 from deployments.config import ServiceConfig
 from loadtest.client import Answer
 from loadtest.load_run import EndedRequest, PlannedRequest
-from loadtest.peers.launch import BYTES_PER_WEIGHT, weight_bytes
 from loadtest.peers.process import END_TIMEOUT_S, LOG_TAIL, ServerFailed
 from loadtest.peers.process_tree import ProcessTree
 from loadtest.stream_reader import StreamedAnswer, TokenCount
@@ -29,18 +28,20 @@ class EngineService:
 
     Args:
         config: of the service it is compared with.
-        model_dir: of its weights, to tell their size.
+        dtype: of its weights, for people.
+        weight_bytes: that one decode step reads.
         log_dir: takes the file of its output.
     """
 
     name = NAME
     has_token_ids = True
 
-    def __init__(self, config: ServiceConfig, model_dir: Path, log_dir: Path) -> None:
-        self.dtype = "?"
-        self.weight_bytes: float | None = None
+    def __init__(
+        self, config: ServiceConfig, dtype: str, weight_bytes: float | None, log_dir: Path
+    ) -> None:
+        self.dtype = dtype
+        self.weight_bytes = weight_bytes
         self._config = config
-        self._model_dir = model_dir
         self._log = log_dir / "engine_alone.log"
         self._process: subprocess.Popen[str] | None = None
         self._tree: ProcessTree | None = None
@@ -65,8 +66,7 @@ class EngineService:
                 start_new_session=True,
             )
         self._tree = ProcessTree(self._process.pid)
-        self.dtype = self._read()["ready"]["dtype"]
-        self.weight_bytes = weight_bytes(self._model_dir, BYTES_PER_WEIGHT[self.dtype])
+        self._read()
         return time.monotonic() - started_s
 
     async def send(

@@ -133,10 +133,17 @@ def _best_product_s(x: torch.Tensor, weight: torch.Tensor) -> float:
     ]
     transposed = weight.t().contiguous()
     products.append(lambda: x @ transposed)
-    if torch.backends.mkldnn.is_available():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, x.shape[0])
+    if _packs(weight.dtype):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         products.append(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""))
     return min(best_time_s(product) for product in products)
+
+
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN reorders weights of this dtype on this processor."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def measure_limits(model_dir: Path, num_threads: int) -> Limits:

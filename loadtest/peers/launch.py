@@ -13,7 +13,8 @@ from pathlib import Path
 
 from loadtest.client import Target
 
-BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0}
+BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5}
+"""Without the scales of quantised weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,6 @@ class Place:
     Args:
         folder: holds an environment for each peer.
         model_dir: safetensors, config and tokenizer that all of them serve.
-        config: of our own service.
-        dtype: of our own service; None: as its config says.
         num_threads: that a server computes with.
         budget: tokens a step, for servers that have such a setting.
         max_model_len: of a request.
@@ -32,8 +31,6 @@ class Place:
 
     folder: Path
     model_dir: Path
-    config: Path
-    dtype: str | None = None
     num_threads: int = 2
     budget: int = 512
     max_model_len: int = 8192

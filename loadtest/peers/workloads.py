@@ -1,7 +1,7 @@
 """What every service is asked: the workloads W1 to W6, the same requests for each.
 
-    W1       decode-heavy   64 requests, 16 at a time: 64 in, 128 out
-    W2       mixed          60 requests, Poisson; 1 of 8 long (2048 in, 32 out), others 64 in, 64 out
+    W1       decode-heavy   64 requests, 16 at a time: 64 tokens in, 128 out
+    W2       mixed          60 requests, Poisson; 1 of 8 long (2048 in, 32 out), others 64 and 64
     W2cap    capacity       the same 60, always 24 in flight
     W2half   load           the same 60, Poisson at half of the service's own W2cap
     W2most   load           the same 60, Poisson at 0.8 of it

@@ -106,6 +106,18 @@ RULES = (
     Rule("serve_app*", ("serve_app", *RECORDS)),
     # It measures the executor beside its peers, so it has to load one.
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),
+    # Our engine as one of the services that are compared.
+    Rule("loadtest.peers.engine_child", ("deployments", "loadtest")),
+    # What the peers' weights are made of.
+    Rule(
+        "loadtest.peers.model_files",
+        (
+            "loadtest",
+            "deployments.execution.model_loader",
+            "deployments.execution.model_source",
+            *CORE,
+        ),
+    ),
     # Applications without a model: a composition root like `serve_app.app`.
     Rule("loadtest.stub_app", ("deployments", "serve_app", "loadtest")),
     # A served model's name stands for its tokenizer too, also where that is made from a GGUF file.

@@ -19,6 +19,7 @@ PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
         vllm_cpu.VLLM,
+        vllm_cpu.VLLM_F32,
         llama_cpp.LLAMA_BF16,
         llama_cpp.LLAMA_Q4,
         transformers_cb.TRANSFORMERS,

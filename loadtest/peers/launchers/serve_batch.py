@@ -23,7 +23,7 @@ APP = "loadtest.peers.apps.serve_batch_app"
 
 
 def _launch(place: Place, port: int) -> Launch:
-    dtype = place.dtype or "bfloat16"
+    dtype = "float32"  # on processors without bfloat16 products the faster one by far
     command = (sys.executable, "-m", APP, str(place.model_dir), str(port), dtype)
     return Launch(
         command=(*command, str(place.num_threads)),

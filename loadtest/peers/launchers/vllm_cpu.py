@@ -9,6 +9,7 @@ of the same files, under that name, satisfies it.
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -29,7 +30,8 @@ VERSION = "0.32.0"
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Builds for CUDA, which fail to load beside a torch for CPUs, and which text does not need."""
 KV_GIB = 4
-TCMALLOC = ("libtcmalloc_minimal.so.4", "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")
+TCMALLOC = "libtcmalloc_minimal.so.4"
+"""Debian's package libtcmalloc-minimal4; a copy in the environment's lib is taken too."""
 
 
 def packages(version: str) -> tuple[str, ...]:
@@ -67,8 +69,9 @@ def name_wheel_vllm(folder: Path, version: str) -> None:
 
 def environment(folder: Path, num_threads: int) -> dict[str, str]:
     """What makes it use the machine; libraries that are missing are left out."""
-    openmp = sorted(str(path) for path in folder.glob("lib/**/libiomp5.so"))
-    malloc = [path for path in TCMALLOC if Path(path).is_absolute() and Path(path).exists()]
+    places = (folder / "lib", Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib"))
+    malloc = [str(place / TCMALLOC) for place in places if (place / TCMALLOC).exists()]
+    openmp = [str(path) for path in (folder / "lib" / "libiomp5.so",) if path.exists()]
     return {
         "LD_PRELOAD": ":".join([*malloc[:1], *openmp[:1]]),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}",
@@ -76,7 +79,8 @@ def environment(folder: Path, num_threads: int) -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
-        "PATH": f"{folder / 'bin'}:/usr/local/bin:/usr/bin:/bin",
+        # Its compilers and helpers are found beside it.
+        "PATH": os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)]),
     }
 
 
@@ -86,11 +90,11 @@ def _needs(place: Place) -> tuple[Path, ...]:
     return (folder / "bin" / "vllm", next(named, folder / "vllm.dist-info"))
 
 
-def _launch(place: Place, port: int) -> Launch:
+def _launch(place: Place, port: int, dtype: str) -> Launch:
     folder = place.peer_dir(NAME)
     flags = {
         "--served-model-name": "m",
-        "--dtype": "bfloat16",
+        "--dtype": dtype,
         "--max-model-len": str(place.max_model_len),
         "--max-num-batched-tokens": str(place.budget),
         "--host": "127.0.0.1",
@@ -106,16 +110,22 @@ def _launch(place: Place, port: int) -> Launch:
         ),
         target=completions(port, "m"),
         ready=HealthPage("/health"),
-        dtype="bfloat16",
-        weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT["bfloat16"]),
+        dtype=dtype,
+        weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT[dtype]),
         env=environment(folder, place.num_threads),
     )
 
 
-VLLM = Peer(
-    NAME,
-    f"vLLM {VERSION} for CPUs",
-    _needs,
-    _launch,
-    lambda place: install_into(place.peer_dir(NAME), VERSION),
-)
+def _peer(name: str, dtype: str) -> Peer:
+    return Peer(
+        name,
+        f"vLLM {VERSION} for CPUs, {dtype}",
+        _needs,
+        lambda place, port: _launch(place, port, dtype),
+        lambda place: install_into(place.peer_dir(NAME), VERSION),
+    )
+
+
+VLLM = _peer(NAME, "bfloat16")
+VLLM_F32 = _peer(f"{NAME}-f32", "float32")
+"""Faster where the processor multiplies no bfloat16."""

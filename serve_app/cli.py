@@ -37,6 +37,10 @@ EXAMPLES = """examples:
   chunkserve simulate trace.jsonl --cost-model h100-llama3-8b --replicas 8
 """
 BENCH_MODULES = {
+    "peers": (
+        "loadtest.bench_peers",
+        "this service beside vLLM, llama.cpp, transformers and Ray's own, in one run",
+    ),
     "load": (
         "loadtest.bench_load",
         "latencies of any OpenAI-compatible server, with the flags of vllm bench serve",

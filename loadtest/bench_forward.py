@@ -85,7 +85,7 @@ def split_of(model: Any) -> Iterator[Split]:
         layer.forward = split.timed("head" if layer is head else "linears", forward)
     own = model.config._attn_implementation
     name = f"{own}_timed"
-    attend = AttentionInterface._global_mapping[own]
+    attend: Any = AttentionInterface._global_mapping[own]
     AttentionInterface.register(name, split.timed("attention", attend))
     model.set_attn_implementation(name)
     try:

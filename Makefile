@@ -1,6 +1,7 @@
 # make serve   set up what is missing, then serve a small real chat model on PORT
 # make test    set up what is missing, then run every test that this machine can run
-# Both start from nothing but Python and a package index.
+# make bench-peers   measure the service beside other servers; see docs/peers.md
+# All start from nothing but Python and a package index.
 
 PORT ?= 8000
 HOST ?= 127.0.0.1
@@ -10,8 +11,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONFIG ?= configs/local.yaml
 PYTEST_ARGS ?=
+PEERS_DIR ?= $(HOME)/.cache/chunkserve/peers
+BENCH_ARGS ?=
 
-.PHONY: setup serve test lint clean
+.PHONY: setup serve test lint bench-peers clean
 
 setup: $(READY)
 
@@ -42,6 +45,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench-peers: $(READY)
+	$(BIN)/chunkserve bench peers --peers-dir $(PEERS_DIR) $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

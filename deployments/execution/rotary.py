@@ -48,6 +48,7 @@ def _fits(heads: Tensor, angles: Tensor) -> bool:
     dim = angles.shape[-1]
     return (
         heads.dim() == 4
+        and heads.dtype in SmallOps.dtypes
         and heads.shape[0] == 1
         and heads.shape[-1] == dim
         and heads.stride(3) == 1

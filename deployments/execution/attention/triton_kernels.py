@@ -36,6 +36,14 @@ def _load_heads(ptr, offsets, is_row, DIM: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
+def _store_heads(ptr, offsets, is_row, heads, DIM: tl.constexpr, LANES: tl.constexpr):
+    """Write head vectors [num_rows, LANES] at these offsets, in the dtype that lies there."""
+    lane = tl.arange(0, LANES)
+    mask = is_row[:, None] & (lane[None, :] < DIM)
+    tl.store(ptr + offsets[:, None] + lane[None, :], heads.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _multiply(a, b, accumulator, WIDENS: tl.constexpr):
     """accumulator + a @ b, in fp32."""
     if WIDENS:
@@ -163,10 +171,7 @@ def attend_kernel(
     if IS_SPLIT:
         tl.store(lse_ptr + place, best + tl.log2(total), mask=is_query)
     result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
-    value_lane = tl.arange(0, VALUE_LANES)
-    mask = is_query[:, None] & (value_lane[None, :] < VALUE_DIM)
-    out = out_ptr + place[:, None] * VALUE_DIM + value_lane[None, :]
-    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=mask)
+    _store_heads(out_ptr, place * VALUE_DIM, is_query, result, VALUE_DIM, VALUE_LANES)
 
 
 @triton.jit

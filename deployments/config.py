@@ -44,6 +44,11 @@ class ModelConfig(Section):
     """auto: the checkpoint's own on a GPU; on a CPU bfloat16 where the hardware multiplies it, else
     float32.
     """
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Of linear weights, made at load. int8 takes about half the memory of bfloat16 and is faster
+    on a CPU, at little cost in quality; int4 is smaller still and costs a small model much, unless
+    its checkpoint had 4 bits before (docs/performance.md has figures).
+    """
     max_model_len: int | None = Field(default=None, ge=2)
     """Context in tokens, prompt and output together; by default the model's own."""
     cache_dir: Path | None = None
@@ -128,14 +133,15 @@ class ExecutionConfig(Section):
     """Where and how the model runs."""
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    attention_backend: Literal["auto", "reference", "cpu_sdpa"] = "auto"
+    attention_backend: Literal["auto", "reference", "cpu_sdpa", "cpu_native"] = "auto"
+    """auto takes cpu_native on a CPU with a C++ compiler, else cpu_sdpa."""
     num_threads: int | None = Field(default=None, ge=1)
     """Of torch on a CPU; by default one less than the cores, at least 1."""
     prepack_weights: bool = True
     """On a CPU: keep linear weights in the layout its matrix kernels want."""
     compile_kernels: bool = True
-    """On a CPU: build the kernel for a few rows with the machine's C++ compiler, once; without one
-    torch does the same, slower."""
+    """On a CPU: build the kernels for attention and for a few rows with the machine's C++ compiler,
+    once; without one torch does the same, slower."""
     step_log_dir: Path | None = None
     """Where each replica writes the shapes and times of its first steps, a file each, for
     `chunkserve calibrate`; by default nowhere."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -160,21 +160,32 @@ class ReplicaChooser:
         if not self._replicas:
             return []
         tried = self._tried.get(request.request_id, set())
+        hashes = request.block_hashes
+        if not hashes:
+            return self._find_order_by_tokens(tried)
         loads = {name: replica.outstanding for name, replica in self._replicas.items()}
         least = min([load for name, load in loads.items() if name not in tried], default=0)
-        hashes = request.block_hashes
         # So that several routers, none of which knows anything yet, choose alike.
-        taste = hashes[0] if hashes else b""
+        taste = hashes[0]
         bound = max(self._balance_factor * least, least + self._slack_tokens)
         ranks: list[tuple[bool, bool, int, int, int, str]] = []
         for name, replica in self._replicas.items():
             outstanding = loads[name]
-            num_matched = replica.index.num_matched(hashes) if hashes else 0
+            num_matched = replica.index.num_matched(hashes)
             is_over = outstanding > bound and outstanding > least + num_matched * self._block_size
             rank = 0 if is_over else -num_matched
             tie = crc32(taste, replica.name_crc)
             ranks.append((name in tried, is_over, rank, outstanding, tie, name))
         return [entry[-1] for entry in sorted(ranks)]
+
+    def _find_order_by_tokens(self, tried: Container[str]) -> list[str]:
+        """The rule where no prefix is known: whoever is over the bound has more tokens anyway."""
+        ranks = [
+            (name in tried, each.num_own_tokens + each.num_foreign_tokens, each.name_crc, name)
+            for name, each in self._replicas.items()
+        ]
+        ranks.sort()
+        return [rank[-1] for rank in ranks]
 
     def begin(self, name: str, key: str, request: GenerateRequest) -> None:
         """A request goes to a replica; if it was counted elsewhere under this key, it moves.

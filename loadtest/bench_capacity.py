@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
@@ -35,13 +36,14 @@ from loadtest.load_run import LoadRun
 from loadtest.load_sources import prompts_of, read_requests
 from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
-from loadtest.measures import DEFINITIONS, Slo, Summary
-from loadtest.provenance import keep_result, origin
+from loadtest.measures import DEFINITIONS, Slo, Summary, result_json
+from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.send_times import steady_times
 from loadtest.target_check import check_target
 from loadtest.trace import TraceRequest
 
 NUM_IDLE_REQUESTS = 5
+TOLD_METRICS = ("ttft", "tpot", "itl", "e2el", "lag")
 INTERRUPTED = 130
 Json = dict[str, Any]
 
@@ -64,7 +66,7 @@ def keeps_slo(summary: Summary, percentile: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CapacitySettings:
-    """What is searched, and where."""
+    """What is searched, and where. `percentile` of each metric has to keep the SLO."""
 
     target: Target
     workload: WorkloadSettings
@@ -72,6 +74,7 @@ class CapacitySettings:
     percentile: float
     burstiness: float
     bounds: SearchBounds
+    label: str
 
 
 class RateTrials:
@@ -90,12 +93,18 @@ class RateTrials:
         self._requests = requests
         self._prompts = prompts
         self._next_number = 0
+        self._told: list[Json] = []
         self._idle_ttft_s = asyncio.run(self._measure_idle())
 
     @property
     def idle_ttft_s(self) -> float:
         """Median TTFT of single requests on the idle server."""
         return self._idle_ttft_s
+
+    @property
+    def told(self) -> list[Json]:
+        """What each load came to so far, by rate."""
+        return sorted(self._told, key=lambda row: float(row["request_rate"]))
 
     def run(self, rate: float) -> Trial:
         """Load the server at this rate until all requests have ended."""
@@ -108,6 +117,7 @@ class RateTrials:
         delay_s = ttft.percentile(50) - self._idle_ttft_s if ttft.count else float("inf")
         trial = Trial(rate, keeps_slo(summary, self._settings.percentile), max(0.0, delay_s))
         print(_line_of(trial, summary, self._settings.percentile), file=sys.stderr)
+        self._told.append(_row_of(trial, summary, self._settings.percentile))
         return trial
 
     async def _measure_idle(self) -> float:
@@ -149,46 +159,56 @@ def _line_of(trial: Trial, summary: Summary, percentile: float) -> str:
     )
 
 
+def _row_of(trial: Trial, summary: Summary, percentile: float) -> Json:
+    figures = result_json(summary, TOLD_METRICS, sorted({50.0, 99.0, percentile}))
+    return {
+        "request_rate": trial.rate,
+        "is_sustained": trial.is_sustained,
+        "meets_slo": trial.meets_slo,
+        "median_scheduling_delay_ms": _finite_ms(trial.median_scheduling_delay_s),
+        **{key: figures[key] for key in ("completed", "failed", "request_throughput")},
+        **{key: value for key, value in figures.items() if key.endswith("_ms")},
+    }
+
+
+def _finite_ms(seconds: float) -> float | None:
+    # JSON has no infinity.
+    return None if math.isinf(seconds) else seconds * 1e3
+
+
 def run_search(settings: CapacitySettings, model: str | None) -> Json:
     """Check the server, search, give the result.
 
     Raises:
         ValueError: the flags, the trace or the server are not fit for it; one line says why.
     """
-    requests = read_requests(settings.workload)
-    first = next(iter(requests))
-    prompts = prompts_of(settings.workload, settings.target)
+    trace = read_requests(settings.workload)
+    first = next(iter(trace.requests))
+    prompts = prompts_of(settings.workload, settings.target, trace.hash_block_tokens)
     probe = Ask(prompts.prompt(first, -1), 1)
     checked = asyncio.run(check_target(settings.target, model, probe))
     if checked.num_prompt_tokens is not None:
         prompts = prompts.fitted(first, checked.num_prompt_tokens)
     settings = replace(settings, target=checked.target)
-    trials = RateTrials(settings, requests, prompts)
+    trials = RateTrials(settings, trace.requests, prompts)
     capacity = find_capacity(trials.run, settings.bounds)
-    return _result_of(settings, capacity, trials.idle_ttft_s, len(requests))
+    return _result_of(settings, capacity, trials, len(trace.requests))
 
 
 def _result_of(
-    settings: CapacitySettings, capacity: Capacity, idle_ttft_s: float, num_prompts: int
+    settings: CapacitySettings, capacity: Capacity, trials: RateTrials, num_prompts: int
 ) -> Json:
     return {
         **origin(),
+        "label": settings.label,
         "model_id": settings.target.model,
         "num_prompts_per_trial": num_prompts,
         "slo": settings.slo.as_text(),
         "slo_percentile": settings.percentile,
         "capacity": capacity.rate,
         "lowest_rate_not_sustained": capacity.failed_rate,
-        "idle_median_ttft_ms": idle_ttft_s * 1e3,
-        "trials": [
-            {
-                "rate": trial.rate,
-                "is_sustained": trial.is_sustained,
-                "meets_slo": trial.meets_slo,
-                "median_scheduling_delay_s": trial.median_scheduling_delay_s,
-            }
-            for trial in capacity.trials
-        ],
+        "idle_median_ttft_ms": trials.idle_ttft_s * 1e3,
+        "sweep": trials.told,
         "definitions": DEFINITIONS,
     }
 
@@ -206,8 +226,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--start-rate", type=float, default=1.0, help="requests per second")
     group.add_argument("--lowest-rate", type=float, default=0.01)
     group.add_argument("--highest-rate", type=float, default=100_000.0)
-    group.add_argument("--save-result", type=Path, help="write the result to this file as well")
     group.add_argument("--tolerance", type=float, default=0.05, help="relative, of the result")
+    group.add_argument("--label", default="capacity", help="what reports call it")
+    group.add_argument("--save-result", type=Path, help="write the result to this file as well")
 
 
 def settings_of(arguments: argparse.Namespace) -> CapacitySettings:
@@ -228,11 +249,14 @@ def settings_of(arguments: argparse.Namespace) -> CapacitySettings:
         percentile=arguments.slo_percentile,
         burstiness=arguments.burstiness,
         bounds=bounds,
+        label=arguments.label,
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print the result as JSON; 1 if no rate was sustained, 130 if interrupted."""
+    # What cannot be kept afterwards is told before.
+    check_can_keep(arguments.save_result)
     try:
         result = run_search(settings_of(arguments), arguments.model)
     except KeyboardInterrupt:

@@ -43,8 +43,9 @@ async def run_load(settings: LoadSettings) -> tuple[Json, Path | None]:
     """
     # What cannot be told afterwards is refused before.
     result_of(settings, LoadTally(settings.result.slo).snapshot(0.0), RunState("", 0, False))
-    requests = read_requests(settings.workload)
-    prompts = prompts_of(settings.workload, settings.target)
+    trace = read_requests(settings.workload)
+    requests = trace.requests
+    prompts = prompts_of(settings.workload, settings.target, trace.hash_block_tokens)
     times_s = due_times(requests, settings.pace)
     first = next(iter(requests))
     probe = Ask(prompts.prompt(first, -1), min(PROBE_TOKENS, first.output_length))

@@ -1,8 +1,8 @@
 """Longer or shorter requests that share the same part of their prompts as before.
 
-`arrivals.scale_lengths` keeps blocks of 512 tokens, so a shorter trace shares less: at a twentieth,
-a block stands for twenty of the old ones, and is shared only where all of them were. Here blocks
-scale with the lengths, and keep their ids.
+Blocks scale with the lengths, and keep their ids. If they stayed 512 tokens long, a shorter trace
+would share less: at a twentieth, a block stands for twenty of the old ones, and is shared only
+where all of them were.
 
     512  │ 46 │ 47 │ 2353 │ 235…       the same ids in blocks of 26 tokens
      26  │46│47│2353│235…
@@ -10,18 +10,18 @@ scale with the lengths, and keep their ids.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from loadtest.trace import HASH_BLOCK_TOKENS, TraceError, TraceRequest
+from loadtest.arrivals import check_factor
+from loadtest.trace import HASH_BLOCK_TOKENS, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledTrace:
     """Requests, and the tokens that each of their hash ids stands for."""
 
-    requests: Sequence[TraceRequest]
+    requests: Collection[TraceRequest]
     hash_block_tokens: int
 
 
@@ -36,10 +36,9 @@ def scale_with_blocks(
         hash_block_tokens: tokens that a hash id stands for before.
 
     Raises:
-        TraceError: a factor that is not above 0.
+        TraceError: a factor that is not above 0, or of a million and more.
     """
-    if not 0.0 < factor < math.inf:
-        raise TraceError(f"the length scale must be a number above 0, not {factor:g}")
+    check_factor("length scale", factor)
     block = max(1, round(hash_block_tokens * factor))
 
     def scaled(request: TraceRequest) -> TraceRequest:

@@ -18,6 +18,7 @@ import numpy as np
 
 from deployments.execution.cost_model import ChunkCost, CostModel, DecodeCost, StepShape
 from loadtest.least_squares import Array, Fit, fit_relative
+from loadtest.provenance import check_can_keep
 
 MIN_STEPS = 20
 """Of each kind: fewer tell less than the formula has coefficients."""
@@ -44,7 +45,8 @@ def read_step_log(path: Path) -> list[LoggedStep]:
         CalibrationError: a line is no step.
         OSError: the file cannot be read.
     """
-    with path.open(encoding="utf-8") as lines:
+    # What is no text is told as a line that is no step.
+    with path.open(encoding="utf-8", errors="replace") as lines:
         return [
             _parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
         ]
@@ -58,7 +60,7 @@ def _parse(line: str, where: str) -> LoggedStep:
         step_s = float(data["step_s"])
     except (ValueError, KeyError, TypeError) as error:
         raise CalibrationError(
-            f"{where}: is no step ({error!r}); give a log that an engine wrote with "
+            f"{where}: is no step of an engine; give a log that one wrote with "
             "execution.step_log_dir set"
         ) from error
     return LoggedStep(shape, step_s)
@@ -204,6 +206,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Fit, write the file, print the error."""
     if arguments.num_kv_tokens < 1:
         raise CalibrationError(f"--num-kv-tokens must be at least 1, got {arguments.num_kv_tokens}")
+    check_can_keep(arguments.out)
     steps = [step for path in arguments.logs for step in read_step_log(path)]
     model = calibrate(
         steps,

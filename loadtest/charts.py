@@ -7,7 +7,7 @@ line. Each function draws one picture and returns None where no run has what it 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,28 @@ def draw_all(runs: Sequence[Run]) -> list[Chart]:
         *(_composition(run, number) for number, run in enumerate(runs)),
         *(_by_replicas(run, number, "ttft") for number, run in enumerate(runs)),
         *(_by_replicas(run, number, "itl") for number, run in enumerate(runs)),
-        _sweep(runs, "ttft", "P99 time to first token by rate"),
-        _sweep(runs, "itl", "P99 gap between tokens by rate"),
+        _sweep(runs, "ttft", "Time to first token by rate"),
+        _sweep(runs, "itl", "Gap between tokens by rate"),
     ]
     return [chart for chart in charts if chart is not None]
+
+
+Line = tuple[Sequence[float], Sequence[float]]
+"""x and y."""
+
+
+def draw_lines(
+    name: str, title: str, lines: Mapping[str, Line], x_label: str, y_label: str
+) -> Chart:
+    """Lines by their legends, both axes logarithmic: what grows in proportion runs diagonally."""
+    figure, axes = _canvas(title, x_label, y_label)
+    for number, (label, (x, y)) in enumerate(lines.items()):
+        axes.plot(x, y, "o-", color=_colour(number), label=label, markersize=4)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _write_plainly(axes.xaxis)
+    _write_plainly(axes.yaxis)
+    return _chart(figure, axes, name, title)
 
 
 # --- kinds of pictures ----------------------------------------------------------------------------
@@ -112,16 +130,19 @@ def _composition(run: Run, number: int) -> Chart | None:
 
 
 def _sweep(runs: Sequence[Run], metric: str, title: str) -> Chart | None:
+    """Of each run the percentile that has to keep its SLO."""
     figure, axes = _canvas(title, "requests per second", "ms")
     has_any = False
-    key = f"p99_{metric}_ms"
     for number, run in enumerate(runs):
+        percentile = f"{run.result.get('slo_percentile', 99):g}"
+        key = f"p{percentile}_{metric}_ms"
         points = [each for each in run.result.get("sweep") or () if each.get(key) is not None]
         if points:
             has_any = True
             rates = [each["request_rate"] for each in points]
             latencies = [max(each[key], 0.01) for each in points]
-            axes.plot(rates, latencies, "o-", color=_colour(number), label=run.label, markersize=4)
+            label = f"{run.label}, P{percentile}"
+            axes.plot(rates, latencies, "o-", color=_colour(number), label=label, markersize=4)
     if not has_any:
         return None
     axes.set_yscale("log")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -136,21 +136,35 @@ class Distribution:
         Raises:
             ValueError: there are no values, or `percent` is not within 0 and 100.
         """
-        if not 0 <= percent <= 100:
-            raise ValueError(f"a percentile is within 0 and 100, not {percent}")
+        return self.percentiles([percent])[0]
+
+    def percentiles(self, percents: Sequence[float]) -> list[float]:
+        """Several of them; all for the price of one.
+
+        Raises:
+            ValueError: there are no values, or one of `percents` is not within 0 and 100.
+        """
+        wanted = np.asarray(percents, dtype=np.float64)
+        if not ((wanted >= 0) & (wanted <= 100)).all():
+            raise ValueError(f"percentiles are within 0 and 100, not {percents}")
         moments = self._all_moments()
         if self._counts is None:
-            return float(np.percentile(np.array(self._values), percent))
-        if percent in (0, 100):
-            return moments.least if percent == 0 else moments.greatest
-        rank = (moments.count - 1) * percent / 100
+            return [float(value) for value in np.percentile(np.array(self._values), wanted)]
+        values = self._values_at((moments.count - 1) * wanted / 100)
+        # The ends are known exactly, and no value lies beyond them.
+        values = np.clip(values, moments.least, moments.greatest)
+        values[wanted == 0], values[wanted == 100] = moments.least, moments.greatest
+        return [float(value) for value in values]
+
+    def _values_at(self, ranks: _Values) -> _Values:
+        """Those of the buckets; rank 0 is the least, between two ranks is between their values."""
         ends = np.cumsum(self._folded_counts())
         lower, upper = (
-            _middle_of(int(np.searchsorted(ends, place, side="right")))
-            for place in (math.floor(rank), math.ceil(rank))
+            _middles_of(np.searchsorted(ends, places, side="right"))
+            for places in (np.floor(ranks), np.ceil(ranks))
         )
-        value = lower + (upper - lower) * (rank - math.floor(rank))
-        return min(max(value, moments.least), moments.greatest)
+        values: _Values = lower + (upper - lower) * (ranks - np.floor(ranks))
+        return values
 
     def _fold(self) -> None:
         self._counts = self._folded_counts()
@@ -215,6 +229,7 @@ def _counts_of(values: _Values) -> _Counts:
     return counts.astype(np.int64, copy=False)
 
 
-def _middle_of(bucket: int) -> float:
-    """The value no more than half a bucket's width from any within it."""
-    return _LEAST * math.exp((bucket + 0.5) * _LOG_WIDTH)
+def _middles_of(buckets: npt.NDArray[np.intp]) -> _Values:
+    """The values no more than half a bucket's width from any within them."""
+    middles: _Values = _LEAST * np.exp((buckets + 0.5) * _LOG_WIDTH)
+    return middles

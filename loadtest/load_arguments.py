@@ -22,6 +22,7 @@ from loadtest.mix_arguments import add_mix_arguments, mix_of
 from loadtest.prompts import parse_languages
 from loadtest.send_times import RampStrategy, RampUp
 from loadtest.synthetic import Mix
+from loadtest.trace_changes import TraceChanges, add_scale_arguments, changes_of
 
 DEFAULT_NUM_PROMPTS = 1000
 API_KEY_VARIABLE = "OPENAI_API_KEY"
@@ -40,10 +41,14 @@ class Dataset(str, Enum):
     SYNTHETIC = "synthetic"
 
 
+DRAWN = (Dataset.RANDOM, Dataset.SYNTHETIC)
+"""Those that no file holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadSettings:
-    """What is sent. `num_prompts` None: all of a file, or DEFAULT_NUM_PROMPTS. `tick_s`: the clock
-    of the trace ticks so coarsely that its requests are spread over each tick.
+    """What is sent. `num_prompts` None: all of a file, or DEFAULT_NUM_PROMPTS. `changes` are those
+    of a file's requests.
     """
 
     dataset: Dataset
@@ -53,9 +58,7 @@ class WorkloadSettings:
     output_len: int
     range_ratio: float
     mix: Mix
-    tick_s: float | None
-    time_scale: float
-    length_scale: float
+    changes: TraceChanges
     tokenizer: str | None
     languages: Mapping[str, float]
     seed: int
@@ -139,13 +142,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share"
     )
     add_mix_arguments(group)
-    group.add_argument(
-        "--trace-tick-s",
-        type=float,
-        help="spread requests of equal times over so many seconds (Mooncake's clock: 3)",
-    )
-    group.add_argument("--time-scale", type=float, default=1.0, help="of a trace's times")
-    group.add_argument("--length-scale", type=float, default=1.0, help="of a trace's lengths")
+    add_scale_arguments(group)
     group.add_argument(
         "--tokenizer",
         help="the model's: folder, tokenizer.json, package:NAME/FILE or hub id; prompts are then "
@@ -239,12 +236,18 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
 
     Raises:
         ArgumentsError: a dataset lacks its file.
-        TraceError: no mix is of these shares.
+        TraceError: no mix is of these shares, or a block has no token.
         PromptError: a language is not known.
     """
     dataset = Dataset(arguments.dataset_name)
-    if dataset in (Dataset.TRACE, Dataset.LENGTHS) and arguments.dataset_path is None:
+    if dataset not in DRAWN and arguments.dataset_path is None:
         raise ArgumentsError(f"--dataset-name {dataset.value} needs a file: give --dataset-path")
+    changes = changes_of(arguments)
+    if dataset in DRAWN and changes != TraceChanges(seed=arguments.seed):
+        raise ArgumentsError(
+            f"--spread-ticks, --time-scale, --length-scale and --hash-block-tokens change a file: "
+            f"leave them out with --dataset-name {dataset.value}"
+        )
     return WorkloadSettings(
         dataset=dataset,
         path=arguments.dataset_path,
@@ -253,9 +256,7 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
         output_len=arguments.random_output_len,
         range_ratio=arguments.random_range_ratio,
         mix=mix_of(arguments),
-        tick_s=arguments.trace_tick_s,
-        time_scale=arguments.time_scale,
-        length_scale=arguments.length_scale,
+        changes=changes,
         tokenizer=arguments.tokenizer,
         languages=parse_languages(arguments.languages),
         seed=arguments.seed,

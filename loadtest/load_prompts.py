@@ -6,12 +6,11 @@ Owns in which form a prompt is sent. What prompts say is `prompts`'.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from loadtest.prompts import PromptMaker
-from loadtest.tokenizer_source import load_tokenizer
 from loadtest.trace import TraceRequest
 from loadtest.words import WORDS
 
@@ -97,24 +96,13 @@ class TextPrompts:
         return replace(self, num_template_tokens=num_around)
 
 
-def make_prompts(
-    tokenizer: str | None, languages: Mapping[str, float], seed: int, is_chat: bool
-) -> Prompts:
-    """The prompts of a load.
+def sendable_prompts(maker: PromptMaker, is_chat: bool) -> Prompts:
+    """The prompts that a maker makes, in the form that comes back to the server as they were cut.
 
     Args:
-        tokenizer: as `load_tokenizer` takes it; None: plain words.
-        languages: shares of the texts, by name.
-        seed: equal ones give equal prompts.
+        maker: of the model's tokenizer.
         is_chat: whether they are sent in chats, which take text alone.
-
-    Raises:
-        TokenizerError: there is no such tokenizer.
-        PromptError: it has no words of one token.
     """
-    if tokenizer is None:
-        return WordPrompts(seed)
-    maker = PromptMaker(load_tokenizer(tokenizer), languages, seed)
     if is_chat or maker.has_exact_text():
         return TextPrompts(maker)
     return TokenIdPrompts(maker)

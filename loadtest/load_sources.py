@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterator
 from itertools import repeat
 
-from loadtest.arrivals import scale_lengths, scale_times, spread_ticks
+from loadtest.block_scale import ScaledTrace
 from loadtest.client import Target
 from loadtest.converters import open_trace
 from loadtest.load_arguments import (
@@ -18,51 +18,49 @@ from loadtest.load_arguments import (
     PaceSettings,
     WorkloadSettings,
 )
-from loadtest.load_prompts import Prompts, make_prompts
-from loadtest.load_workload import RandomLengths, WorkloadError, first_requests, own_times
+from loadtest.load_prompts import Prompts, WordPrompts, sendable_prompts
+from loadtest.load_workload import RandomLengths, WorkloadError, own_times
+from loadtest.prompts import PromptMaker
 from loadtest.send_times import ramped_times, steady_times
 from loadtest.synthetic import synthesize
-from loadtest.trace import TraceRequest
+from loadtest.tokenizer_source import load_tokenizer
+from loadtest.trace import HASH_BLOCK_TOKENS, TraceRequest
+from loadtest.trace_changes import first_requests
 
 
-def read_requests(settings: WorkloadSettings) -> Collection[TraceRequest]:
+def read_requests(settings: WorkloadSettings) -> ScaledTrace:
     """The requests of a workload, by time where they have times.
 
     Raises:
-        TraceError: the file is none of a known format, or empty; a scale is not above 0.
-        WorkloadError: a number out of range, or more requests than there are.
+        TraceError: the file is none of a known format, or empty, or has fewer requests than are
+            wanted; a scale is not above 0.
+        WorkloadError: a number out of range.
         OSError: the file cannot be read.
     """
-    num_prompts = settings.num_prompts
+    num_prompts = DEFAULT_NUM_PROMPTS if settings.num_prompts is None else settings.num_prompts
     match settings.dataset:
         case Dataset.RANDOM:
-            return RandomLengths(
-                DEFAULT_NUM_PROMPTS if num_prompts is None else num_prompts,
+            lengths = RandomLengths(
+                num_prompts,
                 settings.input_len,
                 settings.output_len,
                 settings.range_ratio,
                 settings.seed,
             )
+            return ScaledTrace(lengths, HASH_BLOCK_TOKENS)
         case Dataset.SYNTHETIC:
-            count = DEFAULT_NUM_PROMPTS if num_prompts is None else num_prompts
-            return synthesize(settings.mix, count, math.inf, seed=settings.seed)
+            mixed = synthesize(settings.mix, num_prompts, math.inf, seed=settings.seed)
+            return ScaledTrace(mixed, HASH_BLOCK_TOKENS)
         case Dataset.LENGTHS | Dataset.TRACE:
             return _read_file(settings)
 
 
-def _read_file(settings: WorkloadSettings) -> list[TraceRequest]:
+def _read_file(settings: WorkloadSettings) -> ScaledTrace:
     assert settings.path is not None
     loaded = open_trace(settings.path)
-    requests = loaded.requests
-    if settings.dataset is Dataset.TRACE:
-        if not loaded.has_arrivals:
-            raise WorkloadError(
-                f"{settings.path} has lengths and no times: say --dataset-name lengths"
-            )
-        if settings.tick_s is not None:
-            requests = spread_ticks(requests, settings.tick_s, settings.seed)
-        requests = scale_times(requests, settings.time_scale)
-    return scale_lengths(first_requests(requests, settings.num_prompts), settings.length_scale)
+    if settings.dataset is Dataset.TRACE and not loaded.has_arrivals:
+        raise WorkloadError(f"{settings.path} has lengths and no times: say --dataset-name lengths")
+    return settings.changes.apply(first_requests(loaded.requests, settings.num_prompts))
 
 
 def due_times(requests: Collection[TraceRequest], pace: PaceSettings) -> Iterator[float | None]:
@@ -80,11 +78,21 @@ def due_times(requests: Collection[TraceRequest], pace: PaceSettings) -> Iterato
     return steady_times(len(requests), pace.request_rate, pace.burstiness, pace.seed)
 
 
-def prompts_of(settings: WorkloadSettings, target: Target) -> Prompts:
+def prompts_of(settings: WorkloadSettings, target: Target, hash_block_tokens: int) -> Prompts:
     """What makes the words of the requests.
+
+    Args:
+        settings: of the workload.
+        target: that they are sent to.
+        hash_block_tokens: tokens that a hash id of the requests stands for.
 
     Raises:
         TokenizerError: there is no such tokenizer.
         PromptError: it has no words of one token.
     """
-    return make_prompts(settings.tokenizer, settings.languages, settings.seed, target.is_chat)
+    if settings.tokenizer is None:
+        return WordPrompts(settings.seed)
+    maker = PromptMaker(
+        load_tokenizer(settings.tokenizer), settings.languages, settings.seed, hash_block_tokens
+    )
+    return sendable_prompts(maker, target.is_chat)

@@ -10,9 +10,9 @@ Knows neither HTTP nor how requests are sent.
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 
 from loadtest.client import Ask
 from loadtest.load_prompts import Prompts
@@ -67,21 +67,6 @@ class RandomLengths:
     def _draw(self, chance: random.Random, length: int) -> int:
         spread = int(length * self.range_ratio)
         return max(1, chance.randint(length - spread, length + spread))
-
-
-def first_requests(requests: Sequence[TraceRequest], num_prompts: int | None) -> list[TraceRequest]:
-    """The first of a trace's requests; None: all of them.
-
-    Raises:
-        WorkloadError: it has fewer.
-    """
-    if num_prompts is None:
-        return list(requests)
-    if not 1 <= num_prompts <= len(requests):
-        raise WorkloadError(
-            f"the trace has {len(requests)} requests; give --num-prompts from 1 to that"
-        )
-    return list(islice(requests, num_prompts))
 
 
 def own_times(requests: Collection[TraceRequest]) -> Iterator[float]:

@@ -240,6 +240,7 @@ def _statistics_ms(
     keys = ("mean", "median", "std", "max", *(f"p{percent:g}" for percent in percentiles))
     figures: list[float | None] = [None] * len(keys)
     if values.count:
-        found = (values.mean, values.percentile(50), values.std, values.greatest)
-        figures = [1e3 * value for value in (*found, *map(values.percentile, percentiles))]
+        median, *others = values.percentiles([50, *percentiles])
+        found = (values.mean, median, values.std, values.greatest, *others)
+        figures = [1e3 * value for value in found]
     return {f"{key}_{name}_ms": figure for key, figure in zip(keys, figures, strict=True)}

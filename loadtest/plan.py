@@ -1,5 +1,5 @@
 """`chunkserve plan`: how many GPUs serve a trace within an SLO, with which step budget, and how
-busy they are then. Each try is a simulated fleet (`simulate`); the search is `planning`'s.
+busy they are then. Owns the command; a pool is planned in `plan_pool`.
 
     chunkserve plan --trace azure_llm_2023_conv.csv --cost-model h100-llama3-8b \\
         --slo ttft:300 itl:50
@@ -11,147 +11,24 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deployments.config import CacheConfig, SchedulerConfig
 from deployments.execution.cost_model import CostModel
 from loadtest.arrivals import within
-from loadtest.measures import METRICS, Slo, Summary, result_json
-from loadtest.planning import Plan, PlanningError, Setting, Trial, find_plan
-from loadtest.provenance import keep_result, origin
+from loadtest.block_scale import ScaledTrace
+from loadtest.measures import Slo
+from loadtest.plan_pool import PoolPlanner, Question
+from loadtest.planning import PlanningError, Setting
+from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.report import write_report
-from loadtest.report_data import Run, report_section
+from loadtest.report_data import Run
 from loadtest.sim_command import add_trace_arguments, read_requests
-from loadtest.simulate import FleetConfig, SimResult, simulate
 from loadtest.trace import TraceRequest
 
 Json = dict[str, Any]
-UNLIMITED_QUEUE = 1_000_000
-TRIAL_METRICS = ("ttft", "itl", "tpot", "e2el")
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What a pool has to serve, and what it may be made of.
-
-    Args:
-        slo: bounds that `percentile` percent of requests (of gaps, for itl) have to keep.
-        price: of one GPU for an hour; None: not told.
-    """
-
-    trace: Sequence[TraceRequest]
-    cost_model: CostModel
-    slo: Slo
-    percentile: float
-    settings: Sequence[Setting]
-    min_replicas: int
-    max_replicas: int
-    max_num_seqs: int
-    caches_prefixes: bool
-    price: float | None
-
-
-class PoolPlanner:
-    """Plans one pool. Keeps the run of the best try, which is shown in full.
-
-    Args:
-        question: what is asked.
-        name: of the pool.
-    """
-
-    def __init__(self, question: Question, name: str) -> None:
-        self._question = question
-        self._name = name
-        self._results: dict[tuple[Setting, int], Json] = {}
-
-    def plan(self) -> Json:
-        """The pool's result: the best fleet's figures, and all that were tried."""
-        asked = self._question
-        found = find_plan(self._try, asked.settings, asked.min_replicas, asked.max_replicas)
-        shown = found.best or min(found.trials, key=lambda trial: trial.strain)
-        return {
-            **self._results[shown.setting, shown.num_replicas],
-            "label": self._name,
-            "is_served": found.best is not None,
-            "trials": self._told(found),
-        }
-
-    def _try(self, setting: Setting, num_replicas: int) -> Trial:
-        asked = self._question
-        result = simulate(asked.trace, self._fleet(setting, num_replicas))
-        strain = _strain(result.summary, asked.slo, asked.percentile)
-        is_whole = result.summary.num_failed == 0 and not result.is_saturated
-        trial = Trial(setting, num_replicas, is_whole and strain <= 1.0, strain)
-        self._results[setting, num_replicas] = _figures(result, asked, trial)
-        verdict = "within the SLO" if trial.meets_slo else "not within the SLO"
-        print(f"{self._name}: {num_replicas} replicas, {setting}: {verdict}", file=sys.stderr)
-        return trial
-
-    def _fleet(self, setting: Setting, num_replicas: int) -> FleetConfig:
-        asked = self._question
-        scheduler = SchedulerConfig(
-            chunk_size=setting.chunk_size,
-            max_num_batched_tokens=setting.max_num_batched_tokens,
-            max_num_seqs=asked.max_num_seqs,
-            max_num_waiting=UNLIMITED_QUEUE,
-        )
-        cache = CacheConfig(enable_prefix_caching=asked.caches_prefixes)
-        return FleetConfig(asked.cost_model, num_replicas, scheduler, cache, slo=asked.slo)
-
-    def _told(self, plan: Plan) -> list[Json]:
-        keys = [f"p99_{name}_ms" for name in TRIAL_METRICS]
-        return [
-            {
-                "max_num_batched_tokens": trial.setting.max_num_batched_tokens,
-                "chunk_size": trial.setting.chunk_size,
-                "num_replicas": trial.num_replicas,
-                "meets_slo": trial.meets_slo,
-                **{key: self._results[trial.setting, trial.num_replicas][key] for key in keys},
-            }
-            for trial in plan.trials
-        ]
-
-
-def _strain(summary: Summary, slo: Slo, percentile: float) -> float:
-    """The largest share of a bound that is used up; infinite where nothing was completed."""
-    bounds = {"ttft": slo.ttft_s, "tpot": slo.tpot_s, "itl": slo.itl_s, "e2el": slo.e2e_s}
-    if not summary.num_completed:
-        return math.inf
-    return max(
-        summary.distributions[name].percentile(percentile) / bound
-        for name, bound in bounds.items()
-        if bound is not None and summary.distributions[name].count
-    )
-
-
-def _figures(result: SimResult, asked: Question, trial: Trial) -> Json:
-    use = result.utilisation
-    figures = result_json(result.summary, METRICS, sorted({50.0, 90.0, 99.0, asked.percentile}))
-    figures |= {
-        "num_replicas": trial.num_replicas,
-        "max_num_batched_tokens": trial.setting.max_num_batched_tokens,
-        "chunk_size": trial.setting.chunk_size,
-        "is_saturated": result.is_saturated,
-        "gpu_utilization": round(use.busy, 4),
-        "gpu_utilization_prefill": round(use.prefill, 4),
-        "gpu_utilization_decode": round(use.decode, 4),
-        "gpu_active_in_prefill": round(use.prefill_active, 4),
-        "gpu_active_in_decode": round(use.decode_active, 4),
-        "report": report_section(result.summary, result.timeline, result.steps),
-    }
-    if asked.price is not None:
-        per_hour = asked.price * trial.num_replicas
-        tokens_per_hour = figures["output_throughput"] * 3600
-        figures["cost_per_hour"] = per_hour
-        figures["cost_per_million_output_tokens"] = per_hour / max(tokens_per_hour, 1e-9) * 1e6
-    return figures
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def table_of(pools: Sequence[Mapping[str, Any]]) -> str:
@@ -200,13 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Plan, and print the table; 1 if a pool cannot be served."""
+    _check(arguments)
     trace = _trace_of(arguments)
     slo = Slo.parse(arguments.slo)
     if not slo.has_bounds:
         raise PlanningError("a plan needs an SLO: give --slo ttft:300 itl:50")
+    block = trace.hash_block_tokens
     pools = [
-        PoolPlanner(_question(part, slo, arguments), name).plan()
-        for name, part in _pools_of(trace).items()
+        PoolPlanner(_question(ScaledTrace(part, block), slo, arguments), name).plan()
+        for name, part in _pools_of(trace.requests).items()
     ]
     pools = [pool | origin() for pool in pools]
     print(table_of(pools))
@@ -218,12 +97,26 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if all(pool["is_served"] for pool in pools) else 1
 
 
-def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
-    requests = read_requests(arguments)
-    return requests if arguments.seconds is None else within(requests, 0.0, arguments.seconds)
+def _check(arguments: argparse.Namespace) -> None:
+    """What would end a plan after its first trial, or make nonsense of it, is told before."""
+    if arguments.max_num_seqs < 1:
+        raise PlanningError("--max-num-seqs must be at least 1")
+    if not 0.0 < arguments.percentile <= 100.0:
+        raise PlanningError("--percentile must be above 0 and at most 100")
+    if arguments.price is not None and not 0.0 <= arguments.price < math.inf:
+        raise PlanningError("--price must be 0 or more")
+    check_can_keep(arguments.save_result)
+    check_can_keep(arguments.output)
 
 
-def _pools_of(trace: Sequence[TraceRequest]) -> dict[str, list[TraceRequest]]:
+def _trace_of(arguments: argparse.Namespace) -> ScaledTrace:
+    trace = read_requests(arguments)
+    if arguments.seconds is None:
+        return trace
+    return replace(trace, requests=within(trace.requests, 0.0, arguments.seconds))
+
+
+def _pools_of(trace: Collection[TraceRequest]) -> dict[str, list[TraceRequest]]:
     priorities = sorted({request.priority for request in trace})
     if len(priorities) == 1:
         return {"all": list(trace)}
@@ -233,9 +126,10 @@ def _pools_of(trace: Sequence[TraceRequest]) -> dict[str, list[TraceRequest]]:
     }
 
 
-def _question(trace: Sequence[TraceRequest], slo: Slo, arguments: argparse.Namespace) -> Question:
+def _question(trace: ScaledTrace, slo: Slo, arguments: argparse.Namespace) -> Question:
     return Question(
-        trace=trace,
+        trace=list(trace.requests),
+        hash_block_tokens=trace.hash_block_tokens,
         cost_model=CostModel.load(arguments.cost_model),
         slo=slo,
         percentile=arguments.percentile,

@@ -56,75 +56,96 @@ class Plan:
     trials: tuple[Trial, ...]
 
 
-def find_plan(run: Run, settings: Sequence[Setting], least: int, most: int) -> Plan:
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """How many replicas are looked at.
+
+    Args:
+        least: fewer are not tried.
+        most: more are not tried.
+        start: tried first; the closer to the answer, the fewer trials.
+
+    Raises:
+        PlanningError: not 1 <= least <= start <= most.
+    """
+
+    least: int
+    most: int
+    start: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.start <= self.most:
+            raise PlanningError(
+                "a plan needs 1 <= fewest <= most replicas and a start between them, not "
+                f"{self.least}, {self.most} and {self.start}"
+            )
+
+
+def find_fewest(is_enough: Callable[[int], bool], replicas: Replicas) -> int | None:
+    """The smallest number that is enough; None if `most` is not. More than enough is enough.
+
+    From `start` in strides that double, up or down, until the answer lies between two numbers that
+    were tried, then by bisection. No number is tried twice.
+    """
+    enough: int | None = None
+    too_few, num, stride = replicas.least - 1, replicas.start, 1
+    if is_enough(num):
+        enough = num
+        while enough - too_few > 1:
+            num = max(replicas.least, enough - stride)
+            if not is_enough(num):
+                too_few = num
+                break
+            enough, stride = num, stride * 2
+    else:
+        too_few = num
+        while enough is None:
+            if too_few == replicas.most:
+                return None
+            num = min(replicas.most, too_few + stride)
+            if is_enough(num):
+                enough = num
+            else:
+                too_few, stride = num, stride * 2
+    while enough - too_few > 1:
+        num = (enough + too_few) // 2
+        if is_enough(num):
+            enough = num
+        else:
+            too_few = num
+    return enough
+
+
+def find_plan(run: Run, settings: Sequence[Setting], replicas: Replicas) -> Plan:
     """Try settings one after the other; each later one only where it could still win.
 
     Args:
         run: tries a setting with so many replicas.
         settings: in the order they are tried; the likeliest first saves trials.
-        least: fewer replicas are not tried.
-        most: more are not tried.
+        replicas: the fleets that are looked at.
 
     Raises:
         PlanningError: there is nothing to try.
     """
-    if not settings or not 1 <= least <= most:
-        raise PlanningError(
-            f"a plan needs a setting and 1 <= fewest <= most replicas, not {least} and {most}"
-        )
-    search = _Search(run, least)
+    if not settings:
+        raise PlanningError("a plan needs at least one setting to try")
+    trials: dict[tuple[Setting, int], Trial] = {}
     best: Trial | None = None
     for setting in settings:
-        if best is None:
-            found = search.find_fewest(setting, most)
-        else:
+
+        def is_enough(num_replicas: int, setting: Setting = setting) -> bool:
+            trial = trials[setting, num_replicas] = run(setting, num_replicas)
+            return trial.meets_slo
+
+        if best is not None:
             # With as many it may have more to spare; with more it cannot win.
-            found = search.find_fewer(setting, best.num_replicas)
-        if found is not None and (best is None or _order(found) < _order(best)):
-            best = found
-    return Plan(best, tuple(search.trials))
+            replicas = Replicas(replicas.least, best.num_replicas, best.num_replicas)
+        fewest = find_fewest(is_enough, replicas)
+        if fewest is not None:
+            found = trials[setting, fewest]
+            best = found if best is None else min(best, found, key=_order)
+    return Plan(best, tuple(trials.values()))
 
 
 def _order(trial: Trial) -> tuple[int, float]:
     return trial.num_replicas, trial.strain
-
-
-class _Search:
-    def __init__(self, run: Run, least: int) -> None:
-        self._run = run
-        self._least = least
-        self.trials: list[Trial] = []
-
-    def find_fewest(self, setting: Setting, most: int) -> Trial | None:
-        """Of at most `most`; half of them is tried first."""
-        best = self._try(setting, most)
-        return self._bisect(best, self._least - 1) if best.meets_slo else None
-
-    def find_fewer(self, setting: Setting, most: int) -> Trial | None:
-        """The same, where the answer is `most` or hardly less: one fewer is tried first, then two
-        fewer than that, four, …
-        """
-        best = self._try(setting, most)
-        if not best.meets_slo:
-            return None
-        stride = 1
-        while best.num_replicas > self._least:
-            trial = self._try(setting, max(self._least, best.num_replicas - stride))
-            if not trial.meets_slo:
-                return self._bisect(best, trial.num_replicas)
-            best, stride = trial, stride * 2
-        return best
-
-    def _bisect(self, best: Trial, too_few: int) -> Trial:
-        """Between a number that serves the load and one that does not."""
-        while best.num_replicas - too_few > 1:
-            trial = self._try(best.setting, (best.num_replicas + too_few) // 2)
-            if trial.meets_slo:
-                best = trial
-            else:
-                too_few = trial.num_replicas
-        return best
-
-    def _try(self, setting: Setting, num_replicas: int) -> Trial:
-        self.trials.append(self._run(setting, num_replicas))
-        return self.trials[-1]

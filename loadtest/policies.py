@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from deployments.config import SchedulerConfig
 from deployments.engine.admission_check import check_request
@@ -26,9 +25,9 @@ from deployments.engine.integrity import check_blocks
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.outputs import ModelLimits, ModelOutput, RequestOutput, SchedulerOutput
 from deployments.engine.request import Request, RequestStatus
+from deployments.engine.scheduler import Scheduler
 from deployments.engine.step_budget import StepBudget
 from deployments.engine.step_plan import StepPlan
-from deployments.engine.step_scheduler import StepScheduler
 from deployments.protocol import (
     ErrorInfo,
     ErrorKind,
@@ -36,7 +35,7 @@ from deployments.protocol import (
     GenerateRequest,
     RequestRefused,
 )
-from loadtest.sim_quiet import QuietScheduler, QuietSteps
+from loadtest.sim_replica import SimScheduler
 
 
 class FirstCome(ABC):
@@ -132,17 +131,26 @@ class FirstCome(ABC):
         """Never: what waits may start."""
         return None
 
-    def quiet_steps(self) -> QuietSteps:
-        """See QuietScheduler."""
-        return QuietSteps(
-            self._running, self._waiting, self._kv, self._may_start_anybody, self._end
-        )
+    # --- decodes booked together: see SimScheduler ------------------------------------------------
 
-    def _end(self, request: Request) -> RequestOutput:
-        return self._finish(request, FinishReason.LENGTH, request.token_ids[-1])
+    @property
+    def running(self) -> Sequence[Request]:
+        """See SimScheduler."""
+        return self._running
 
-    def _may_start_anybody(self) -> bool:
+    def may_start_anybody(self) -> bool:
+        """See SimScheduler."""
         return bool(self._waiting) and len(self._running) < self._config.max_num_seqs
+
+    def schedule_beside(
+        self, num_decodes: int, take_blocks: Callable[[], None]
+    ) -> SchedulerOutput | None:
+        """Never: a step with prompts is made row by row."""
+        return None
+
+    def finish_whole(self, request: Request) -> RequestOutput:
+        """See SimScheduler."""
+        return self._finish(request, FinishReason.LENGTH)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -161,8 +169,7 @@ class FirstCome(ABC):
                 continue
             request.num_computed_tokens += row.num_scheduled_tokens
             token_id = result.token_ids[request.request_id]
-            request.append_token(token_id, self._clock.now())
-            reason = request.find_finish_reason(self._limits.eos_token_ids)
+            reason = request.take_token(token_id, self._clock.now(), self._limits.eos_token_ids)
             outputs.append(
                 RequestOutput(request.request_id, token_id)
                 if reason is None
@@ -267,7 +274,8 @@ class StaticBatching(FirstCome):
         else:
             self._admit_prompts(step, self._largest_step)
 
-    def _may_start_anybody(self) -> bool:
+    def may_start_anybody(self) -> bool:
+        """See SimScheduler."""
         return False  # asked only while a batch runs
 
     def _num_reserved_tokens(self, request: Request) -> int:
@@ -298,12 +306,52 @@ class PrefillFirst(FirstCome):
         return request.num_tokens
 
 
-class SimScheduler(StepScheduler, Protocol):
-    """A scheduler whose quiet steps can be booked together."""
+class _PlanBeside(StepPlan):
+    """The chunks of a step whose decodes are booked elsewhere."""
 
-    def quiet_steps(self) -> QuietSteps:
-        """Its quiet steps."""
-        ...
+    def __init__(self, budget: int, num_decodes: int) -> None:
+        super().__init__(budget - num_decodes)
+        self._num_decodes = num_decodes
+
+    @property
+    def num_decodes(self) -> int:
+        """See StepPlan."""
+        return self._num_decodes
+
+
+class ChunkedPrefill(Scheduler):
+    """The service's own scheduler, whose decodes can be booked together."""
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """See SimScheduler."""
+        return self._running
+
+    def may_start_anybody(self) -> bool:
+        """See SimScheduler."""
+        head = self._waiting.find_head(self._clock.now()) if self._waiting else None
+        if head is None:
+            return False
+        is_full = len(self._running) >= self._config.max_num_seqs
+        return not is_full or head.priority < self._running[-1].priority
+
+    def schedule_beside(
+        self, num_decodes: int, take_blocks: Callable[[], None]
+    ) -> SchedulerOutput | None:
+        """See SimScheduler."""
+        now = self._clock.now()
+        head = self._waiting.find_head(now) if self._waiting else None
+        budget = self._budget.next_step(len(self._running))
+        if budget < num_decodes or (head and head.priority < self._running[-1].priority):
+            return None
+        take_blocks()
+        step = _PlanBeside(budget, num_decodes)
+        self._schedule_chunks(step, now)
+        return step.seal()
+
+    def finish_whole(self, request: Request) -> RequestOutput:
+        """See SimScheduler."""
+        return self._finish(request, FinishReason.LENGTH)
 
 
 SchedulerFactory = Callable[
@@ -311,7 +359,7 @@ SchedulerFactory = Callable[
 ]
 
 POLICIES: dict[str, SchedulerFactory] = {
-    "chunked": QuietScheduler,
+    "chunked": ChunkedPrefill,
     "static": StaticBatching,
     "orca": OrcaLike,
     "prefill-first": PrefillFirst,

@@ -76,6 +76,7 @@ class PromptMaker:
         tokenizer: that of the model.
         languages: shares of the texts that stretches are cut from, in any unit.
         seed: equal ones give equal prompts.
+        hash_block_tokens: tokens that a hash id of a request stands for.
 
     Raises:
         PromptError: a language is not known, or the tokenizer has no words of one token.
@@ -86,8 +87,10 @@ class PromptMaker:
         tokenizer: Tokenizer,
         languages: Mapping[str, float] = DEFAULT_LANGUAGES,
         seed: int = 0,
+        hash_block_tokens: int = HASH_BLOCK_TOKENS,
     ) -> None:
         _check_languages(languages)
+        self._hash_block_tokens = hash_block_tokens
         self._tokenizer = tokenizer
         self._seed = seed
         self._leads = _find_leads(tokenizer, seed)
@@ -141,7 +144,7 @@ class PromptMaker:
 
     def _stretches(self, request: TraceRequest, number: int, num_tokens: int) -> Iterator[Passage]:
         # Special tokens come first on the server: its blocks then start where the trace's do.
-        room = HASH_BLOCK_TOKENS - (request.input_length - num_tokens)
+        room = self._hash_block_tokens - (request.input_length - num_tokens)
         is_first = True
         for hash_id in request.hash_ids:
             length = min(max(room, 1), num_tokens)
@@ -149,7 +152,7 @@ class PromptMaker:
                 return
             yield self._stretch("block", hash_id, length, is_first)
             num_tokens -= length
-            room = HASH_BLOCK_TOKENS
+            room = self._hash_block_tokens
             is_first = False
         if num_tokens:
             yield self._stretch("own", number, num_tokens, is_first)

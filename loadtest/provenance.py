@@ -7,8 +7,10 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
 from datetime import datetime
+from errno import EISDIR
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,21 @@ def origin() -> dict[str, str]:
 def timestamp() -> str:
     """Now, as `vllm bench serve` writes it: 20261202-153000."""
     return datetime.now().strftime("%Y%m%d-%H%M%S")
+
+
+def check_can_keep(path: Path | None) -> None:
+    """Find out before a long run whether its result can be written there; None: nowhere.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def keep_result(path: Path, result: Mapping[str, Any]) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
 
 
 class MeasuresError(ValueError):
@@ -72,7 +73,8 @@ class RequestRecord:
 
     def gaps_s(self) -> list[float]:
         """Between consecutive tokens."""
-        return [later - earlier for earlier, later in pairwise(self.token_times_s)]
+        gaps_s: list[float] = np.diff(np.asarray(self.token_times_s, float)).tolist()
+        return gaps_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
     chunkserve report a.json b.json --output report.html
 
-Reads what `bench load`, `simulate` and `plan` saved. The pictures are in the page, and as PNGs in a
-folder beside it.
+Reads what `bench load`, `bench capacity`, `simulate` and `plan` saved. The pictures are in the
+page, and as PNGs in a folder beside it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadtest.measures import DEFINITIONS
-from loadtest.report_data import Run
+from loadtest.provenance import check_can_keep
+from loadtest.report_data import ReportError, Run
 
 if TYPE_CHECKING:
     from loadtest.charts import Chart
 
 FIGURES = (
+    ("capacity", "highest rate sustained, requests/s", "{:,.2f}"),
+    ("lowest_rate_not_sustained", "lowest rate not sustained, requests/s", "{:,.2f}"),
     ("completed", "requests completed", "{:,.0f}"),
     ("failed", "requests failed", "{:,.0f}"),
     ("request_throughput", "requests/s", "{:,.2f}"),
@@ -62,10 +65,6 @@ white-space: pre-wrap; font-size: 13px; } .warning { background: #fef3c7; paddin
 """
 
 
-class ReportError(ValueError):
-    """Results that no report can be made of; one line that says what to change."""
-
-
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """The results of these files, each named by its own `label` or its file.
 
@@ -79,13 +78,19 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         except (OSError, ValueError) as error:
             raise ReportError(f"{path}: cannot be read as a result ({error})") from error
         parts = result.get("pools", [result]) if isinstance(result, dict) else []
-        if not parts or not all({"completed", "sweep"} & set(part) for part in parts):
+        if not _are_results(parts):
             raise ReportError(
-                f"{path}: is no result of bench load, simulate or plan; give a file that "
-                "--save-result wrote"
+                f"{path}: is no result of bench load, bench capacity, simulate or plan; give a "
+                "file that --save-result wrote"
             )
         runs += [Run(str(part.get("label") or path.stem), part) for part in parts]
     return runs
+
+
+def _are_results(parts: object) -> bool:
+    if not isinstance(parts, list) or not parts:
+        return False
+    return all(isinstance(part, dict) and {"completed", "sweep"} & set(part) for part in parts)
 
 
 def render(runs: Sequence[Run], charts: Sequence[Chart], title: str) -> str:
@@ -182,7 +187,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Write it, and say where."""
-    for path in write_report(read_runs(arguments.results), arguments.output, arguments.title):
+    runs = read_runs(arguments.results)
+    check_can_keep(arguments.output)
+    for path in write_report(runs, arguments.output, arguments.title):
         print(path)
     return 0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,14 +16,15 @@ from pydantic import ValidationError
 
 from deployments.config import CacheConfig, SchedulerConfig, ServiceConfig, load_service_config
 from deployments.execution.cost_model import CostModel, cost_model_names
-from loadtest.arrivals import arriving_at, scale_lengths, scale_times, spread_ticks
+from loadtest.arrivals import arriving_at
+from loadtest.block_scale import ScaledTrace
 from loadtest.converters import open_trace
 from loadtest.measures import DEFINITIONS, Slo, result_json
 from loadtest.policies import POLICIES
-from loadtest.provenance import keep_result, origin
+from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.report_data import report_section
 from loadtest.simulate import ROUTINGS, FleetConfig, SimResult, SimulationError, simulate
-from loadtest.trace import TraceRequest
+from loadtest.trace_changes import add_scale_arguments, changes_of, first_requests
 
 SCHEDULER_KEYS = (
     "chunk_size",
@@ -60,11 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_trace_arguments(group: argparse._ArgumentGroup) -> None:
     """How `read_requests` changes the trace."""
     group.add_argument("--num-prompts", type=int, help="its first requests alone")
-    group.add_argument("--request-rate", type=float, help="new arrivals, so many a second")
+    add_scale_arguments(group)
+    group.add_argument(
+        "--request-rate", type=float, help="new arrivals, so many a second, instead of its times"
+    )
     group.add_argument("--burstiness", type=float, default=1.0, help="of them; 1 is Poisson")
-    group.add_argument("--time-scale", type=float, default=1.0, help="0.5 is twice the rate")
-    group.add_argument("--length-scale", type=float, default=1.0)
-    group.add_argument("--spread-ticks", type=float, metavar="SECONDS", help="of a coarse clock")
 
 
 def _add_replica_arguments(group: argparse._ArgumentGroup) -> None:
@@ -77,11 +78,12 @@ def _add_replica_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Simulate, print the table, save the result."""
+    """Simulate, print the table, save the result; 1 if no request completed."""
+    check_can_keep(arguments.save_result)
     trace = read_requests(arguments)
-    fleet = fleet_of(arguments)
+    fleet = replace(fleet_of(arguments), hash_block_tokens=trace.hash_block_tokens)
     began_s = perf_counter()
-    result = simulate(trace, fleet)
+    result = simulate(list(trace.requests), fleet)
     wall_s = perf_counter() - began_s
     if arguments.save_result is not None:
         saved = {**origin(), "label": arguments.label, **sim_result_json(result, fleet)}
@@ -91,27 +93,24 @@ def main(arguments: argparse.Namespace) -> int:
         print(saturation_warning(result), file=sys.stderr)
     if arguments.save_result is not None:
         print(f"saved to {arguments.save_result}")
-    return 0
+    return 0 if result.summary.num_completed else 1
 
 
-def read_requests(arguments: argparse.Namespace) -> list[TraceRequest]:
-    """The requests that the arguments ask for.
+def read_requests(arguments: argparse.Namespace) -> ScaledTrace:
+    """The requests that the arguments ask for, and what their hash ids stand for.
 
     Raises:
-        TraceError: the trace cannot be used.
+        TraceError: the trace cannot be used, or has fewer requests than are wanted.
         SimulationError: it has no arrivals, and none are asked for.
     """
     loaded = open_trace(arguments.trace)
-    trace = loaded.requests[: arguments.num_prompts]
-    if arguments.request_rate is not None:
-        trace = arriving_at(trace, arguments.request_rate, arguments.burstiness, arguments.seed)
-    elif not loaded.has_arrivals:
+    if arguments.request_rate is None and not loaded.has_arrivals:
         raise SimulationError(f"{arguments.trace} has no arrivals: give --request-rate")
-    if arguments.spread_ticks is not None:
-        trace = spread_ticks(trace, arguments.spread_ticks, arguments.seed)
-    if arguments.length_scale != 1.0:
-        trace = scale_lengths(trace, arguments.length_scale)
-    return scale_times(trace, arguments.time_scale)
+    trace = changes_of(arguments).apply(first_requests(loaded.requests, arguments.num_prompts))
+    if arguments.request_rate is None:
+        return trace
+    rate, burstiness = arguments.request_rate, arguments.burstiness
+    return replace(trace, requests=arriving_at(trace.requests, rate, burstiness, arguments.seed))
 
 
 def fleet_of(arguments: argparse.Namespace) -> FleetConfig:

@@ -77,6 +77,18 @@ class Utilisation:
     decode_active: float
 
 
+class SimStep(NamedTuple):
+    """What is kept of a step."""
+
+    started_s: float
+    duration_s: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+
+
 class BusyTime:
     """The time that GPUs spent on steps.
 
@@ -89,9 +101,9 @@ class BusyTime:
         self._prefill_s = self._decode_s = 0.0
         self._prefill_active_s = self._decode_active_s = 0.0
 
-    def add(self, step: StepStats) -> None:
+    def add(self, step: SimStep) -> None:
         """Take in a step."""
-        duration_s = min(step.execute_s, self._until_s - step.started_s)
+        duration_s = min(step.duration_s, self._until_s - step.started_s)
         if duration_s <= 0.0:
             return
         num_prefill = step.num_prefill_tokens
@@ -184,6 +196,20 @@ class ReplicaWatch(EngineObserver):
 
     def on_step(self, step: StepStats) -> None:
         """See EngineObserver."""
+        self.on_sim_step(
+            SimStep(
+                step.started_s,
+                step.execute_s,
+                step.num_prefill_tokens,
+                step.num_decode_tokens,
+                step.num_running,
+                step.num_waiting,
+                step.num_free_blocks,
+            )
+        )
+
+    def on_sim_step(self, step: SimStep) -> None:
+        """A step was made, whoever made it."""
         self.num_waiting = step.num_waiting
         kv_use = 1.0 - step.num_free_blocks / self._num_blocks
         self._series.add(

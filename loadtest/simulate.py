@@ -25,8 +25,11 @@ from deployments.execution.sim_executor import SimExecutor
 from loadtest.measures import Distribution, Measures, RequestRecord, Slo, Summary
 from loadtest.policies import POLICIES
 from loadtest.routing_workload import Arrival, ByChance, ByPrefix, Choice
-from loadtest.sim_fleet import EndedRequest, Fleet, SimReplica
+from loadtest.sim_blocks import UnsharedBlocks
+from loadtest.sim_decodes import RunningDecodes
+from loadtest.sim_fleet import EndedRequest, Fleet
 from loadtest.sim_prompts import VOCAB_SIZE, PromptMaker
+from loadtest.sim_replica import SimReplica
 from loadtest.sim_watch import (
     BusyTime,
     QueueTrend,
@@ -68,9 +71,8 @@ class FleetConfig:
     seed: int = 0
     """Of random and two-queues routing; all else is deterministic."""
     max_step_samples: int = 8192
-    joins_quiet_steps: bool = True
-    """Whether steps in which nothing is to be decided are booked together: the same result,
-    sooner."""
+    joins_decodes: bool = True
+    """Whether decodes are booked together: the same result, sooner."""
 
     @property
     def num_blocks(self) -> int:
@@ -187,7 +189,6 @@ class _Run:
     def result(self, end_s: float) -> SimResult:
         """What the run came to; call once it has ended."""
         start_s = self._trace[0].timestamp_s
-        stats = [replica.engine.stats() for replica in self._replicas]
         return SimResult(
             summary=self._measures.summary(end_s - start_s),
             duration_s=end_s - start_s,
@@ -196,7 +197,7 @@ class _Run:
             timeline=self._timeline.counts(),
             steps=self._series.samples,
             num_steps=self._series.num_steps,
-            num_preemptions=sum(each.num_preemptions for each in stats),
+            num_preemptions=sum(each.num_preemptions for each in self._replicas),
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             is_saturated=self._trend.is_growing,
@@ -237,11 +238,17 @@ class _Run:
             eos_token_ids=frozenset(),
         )
         clock = VirtualClock(min(0.0, self._trace[0].timestamp_s))
-        kv = KVCacheManager(BlockPool(limits.num_blocks), limits.block_size, self._caches)
+        pool = (BlockPool if self._caches else UnsharedBlocks)(limits.num_blocks)
+        kv = KVCacheManager(pool, limits.block_size, self._caches)
         budget = ShrinkingBudget(FixedBudget(config.scheduler.token_budget))
         scheduler = POLICIES[config.policy](config.scheduler, limits, kv, budget, clock)
         watch = ReplicaWatch(index, config.num_blocks - 1, self._series, self._busy)
         executor = SimExecutor(config.cost_model, limits, clock)
         engine = Engine(scheduler, executor, clock, budget, [watch], num_logged_steps=1)
-        quiet = scheduler.quiet_steps() if config.joins_quiet_steps else None
-        return SimReplica(engine, clock, watch, config.cost_model, quiet)
+        decodes = None
+        if config.joins_decodes:
+            decodes = RunningDecodes(kv, limits.block_size, self._take_tokens)
+        return SimReplica(engine, scheduler, clock, config.cost_model, watch, decodes)
+
+    def _take_tokens(self, request_id: str, times_s: Sequence[float]) -> None:
+        self.fleet.take_tokens(request_id, times_s)

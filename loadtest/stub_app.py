@@ -56,9 +56,11 @@ class StubExecutor:
 
     Args:
         config: names the model whose tokenizer is used.
+        step_s: how long a step of decodes takes at least.
     """
 
-    def __init__(self, config: ServiceConfig) -> None:
+    def __init__(self, config: ServiceConfig, step_s: float = STEP_S) -> None:
+        self._step_s = step_s
         files = read_tokenizer_files(resolve_model_dir(config.model))
         tokenizer = Tokenizer.from_files(files)
         words = [tokenizer.encode(word, add_special_tokens=False) for word in WORDS]
@@ -75,7 +77,7 @@ class StubExecutor:
 
     def execute(self, output: SchedulerOutput) -> ModelOutput:
         if output.num_prefill_tokens == 0:
-            time.sleep(max(0.0, self._last_s + STEP_S - time.monotonic()))
+            time.sleep(max(0.0, self._last_s + self._step_s - time.monotonic()))
             self._last_s = time.monotonic()
         requests = (row.request for row in output.scheduled if row.samples_token)
         return ModelOutput({each.request_id: self._next_token_id(each) for each in requests})

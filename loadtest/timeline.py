@@ -16,6 +16,8 @@ from loadtest.records import RequestRecord
 
 MAX_BINS = 600
 FIRST_BIN_S = 0.25
+MAX_UNCOUNTED = 256
+"""Records that wait to be counted together: numpy's calls cost more than what they count."""
 
 _Counts = npt.NDArray[np.int64]
 
@@ -52,19 +54,17 @@ class Timeline:
         self._ended = _Bins()
         self._failed = _Bins()
         self._tokens = _Bins()
+        self._uncounted: list[RequestRecord] = []
 
     def add(self, record: RequestRecord) -> None:
         """Take in a request that has ended."""
-        self._cover(record.end_s)
-        self._arrived.count(self._places([record.intended_s]))
-        self._ended.count(self._places([record.end_s]))
-        if record.error is not None:
-            self._failed.count(self._places([record.end_s]))
-        if record.token_times_s:
-            self._tokens.count(self._places(record.token_times_s))
+        self._uncounted.append(record)
+        if len(self._uncounted) == MAX_UNCOUNTED:
+            self._count()
 
     def counts(self) -> TimelineCounts:
         """All bins so far."""
+        self._count()
         return TimelineCounts(
             self._bin_s,
             *(
@@ -72,6 +72,19 @@ class Timeline:
                 for bins in (self._arrived, self._ended, self._failed, self._tokens)
             ),
         )
+
+    def _count(self) -> None:
+        records, self._uncounted = self._uncounted, []
+        if not records:
+            return
+        self._cover(max([record.end_s for record in records]))
+        for bins, times_s in (
+            (self._arrived, [record.intended_s for record in records]),
+            (self._ended, [record.end_s for record in records]),
+            (self._failed, [record.end_s for record in records if record.error is not None]),
+            (self._tokens, np.concatenate([np.asarray(r.token_times_s, float) for r in records])),
+        ):
+            bins.count(self._places(times_s))
 
     def _cover(self, time_s: float) -> None:
         while (place := int(max(0.0, time_s - self._start_s) / self._bin_s)) >= MAX_BINS:
@@ -81,8 +94,8 @@ class Timeline:
                 bins.halve()
         self._num_bins = max(self._num_bins, place + 1)
 
-    def _places(self, times_s: Sequence[float]) -> npt.NDArray[np.int64]:
-        since_start_s = np.maximum(np.asarray(times_s) - self._start_s, 0.0)
+    def _places(self, times_s: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        since_start_s = np.maximum(np.asarray(times_s, float) - self._start_s, 0.0)
         return np.minimum((since_start_s / self._bin_s).astype(np.int64), self._num_bins - 1)
 
 
@@ -93,7 +106,7 @@ class _Bins:
         self.counts: _Counts = np.zeros(MAX_BINS, dtype=np.int64)
 
     def count(self, places: npt.NDArray[np.int64]) -> None:
-        np.add.at(self.counts, places, 1)
+        self.counts += np.bincount(places, minlength=MAX_BINS)
 
     def halve(self) -> None:
         halved = self.counts[0::2] + self.counts[1::2]

@@ -5,7 +5,7 @@
     chunkserve trace convert conversation.jsonl short.jsonl --spread-ticks 3 --length-scale 0.05
     chunkserve trace synthesize mix.jsonl --num-prompts 1000 --request-rate 20 --mix-prefixes 4
 
-Owns the flags and their order: stretch, first so many, ticks, times, new arrivals, lengths.
+A stretch is cut out first, then come the changes of `trace_changes`, then new arrivals.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
-from loadtest.arrivals import arriving_at, ramping_up, scale_times, spread_ticks, within
-from loadtest.block_scale import ScaledTrace, scale_with_blocks
+from loadtest.arrivals import arriving_at, ramping_up, within
+from loadtest.block_scale import ScaledTrace
 from loadtest.converters import LoadedTrace, find_trace, open_trace
 from loadtest.mix_arguments import add_mix_arguments, mix_of
 from loadtest.send_times import RampStrategy, RampUp
 from loadtest.synthetic import synthesize
 from loadtest.trace import HASH_BLOCK_TOKENS, TraceError, TraceRequest, write_trace
+from loadtest.trace_changes import add_scale_arguments, changes_of, first_requests
 from loadtest.trace_stats import describe, description_lines
 
 
@@ -51,20 +54,13 @@ def _add_changes(command: argparse.ArgumentParser) -> None:
     group.add_argument("--from-s", type=float, default=0.0, help="a stretch of the file's time")
     group.add_argument("--to-s", type=float, default=math.inf, help="where it ends")
     group.add_argument("--num-prompts", type=int, help="the first so many requests")
-    group.add_argument(
-        "--spread-ticks", type=float, metavar="S", help="later by chance, so long at most"
-    )
-    group.add_argument("--time-scale", type=float, default=1.0, help="0.5: twice the rate")
-    group.add_argument("--length-scale", type=float, default=1.0, help="hash blocks scale too")
+    add_scale_arguments(group)
     group.add_argument("--request-rate", type=float, help="new arrivals, per second")
     group.add_argument("--ramp-up-strategy", choices=[kind.value for kind in RampStrategy])
     group.add_argument("--ramp-up-start-rps", type=float, help="new arrivals of a rate that grows")
     group.add_argument("--ramp-up-end-rps", type=float, help="or falls to this")
     group.add_argument("--burstiness", type=float, default=1.0, help="of them; 1 is Poisson")
     group.add_argument("--seed", type=int, default=0, help="of ticks and arrivals")
-    group.add_argument(
-        "--hash-block-tokens", type=int, default=HASH_BLOCK_TOKENS, help="that an id stands for"
-    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -84,6 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.action == "convert":
         _refuse_own_source(find_trace(arguments.file), Path(arguments.output))
+        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
         write_trace(arguments.output, trace.requests)
     print("\n".join(description_lines(describe(trace))))
     for note in _notes(loaded, trace, arguments):
@@ -99,6 +96,7 @@ def _synthesize(arguments: argparse.Namespace) -> int:
         arguments.burstiness,
         arguments.seed,
     )
+    Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
     write_trace(arguments.output, requests)
     print("\n".join(description_lines(describe(ScaledTrace(requests, HASH_BLOCK_TOKENS)))))
     return 0
@@ -111,24 +109,15 @@ def _refuse_own_source(source: Path, target: Path) -> None:
 
 def _changed(loaded: LoadedTrace, arguments: argparse.Namespace) -> ScaledTrace:
     requests = loaded.requests
-    if arguments.from_s > 0.0 or arguments.to_s < math.inf:
+    if (arguments.from_s, arguments.to_s) != (0.0, math.inf):
         requests = within(requests, arguments.from_s, arguments.to_s)
-    if arguments.num_prompts is not None:
-        if not 1 <= arguments.num_prompts <= len(requests):
-            raise TraceError(
-                f"the trace has {len(requests)} requests; give --num-prompts from 1 to that"
-            )
-        requests = requests[: arguments.num_prompts]
-    if arguments.hash_block_tokens < 1:
-        raise TraceError("--hash-block-tokens must be at least 1")
-    if arguments.spread_ticks is not None:
-        requests = spread_ticks(requests, arguments.spread_ticks, arguments.seed)
-    requests = scale_times(requests, arguments.time_scale)
-    requests = _arriving(requests, arguments)
-    return scale_with_blocks(requests, arguments.length_scale, arguments.hash_block_tokens)
+    trace = changes_of(arguments).apply(first_requests(requests, arguments.num_prompts))
+    return replace(trace, requests=_arriving(trace.requests, arguments))
 
 
-def _arriving(requests: list[TraceRequest], arguments: argparse.Namespace) -> list[TraceRequest]:
+def _arriving(
+    requests: Collection[TraceRequest], arguments: argparse.Namespace
+) -> Collection[TraceRequest]:
     """At the times of the rate or the ramp that is asked for, else at their own."""
     ends = (arguments.ramp_up_start_rps, arguments.ramp_up_end_rps)
     if arguments.ramp_up_strategy is None:
@@ -154,5 +143,8 @@ def _notes(loaded: LoadedTrace, trace: ScaledTrace, arguments: argparse.Namespac
         notes.append("the file has no times, so all come at once; --request-rate gives them some")
     block = trace.hash_block_tokens
     if block != HASH_BLOCK_TOKENS and any(request.hash_ids for request in trace.requests):
-        notes.append(f"a hash id stands for {block} tokens, not {HASH_BLOCK_TOKENS}")
+        notes.append(
+            f"a hash id stands for {block} tokens now, not {HASH_BLOCK_TOKENS}: give "
+            f"--hash-block-tokens {block} with this trace"
+        )
     return notes

@@ -1,6 +1,7 @@
 """The `chunkserve` command: a first look without HTTP, the whole service, checks and benchmarks.
 
-A composition root like `app.py`: it may reach everything, and owns nothing but the arguments.
+A composition root like `app.py`: it may reach everything, and owns nothing but the arguments. What
+a command needs is imported when it is called: the list of commands shows at once.
 """
 
 from __future__ import annotations
@@ -13,24 +14,72 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from deployments.config import ConfigError, ServiceConfig, load_service_config
-from deployments.execution.startup import made_to_stay
-from deployments.protocol import RequestRefused, SamplingParams
+from serve_app.command_parser import CommandParser
 
 if TYPE_CHECKING:
+    from deployments.config import ServiceConfig
     from serve_app.streaming import TextDelta
 
+    Commands = argparse._SubParsersAction[CommandParser]
+
 DEFAULT_CONFIG = Path("configs/local.yaml")
+INTERRUPTED = 130
+"""Exit status of a command that Ctrl-C ended, as shells have it."""
 EXAMPLES = """examples:
   chunkserve generate "Name three colours of the rainbow."
   chunkserve chunk --chunk-size 64 --overlap-ratio 0.1 --file long.txt
   chunkserve check configs/local.yaml
   chunkserve serve configs/local.yaml --port 8000
   chunkserve bench engine
+  chunkserve bench load --base-url http://127.0.0.1:8000 --request-rate 4 --num-prompts 100
   chunkserve simulate trace.jsonl --cost-model h100-llama3-8b --replicas 8
 """
+BENCH_MODULES = {
+    "load": (
+        "loadtest.bench_load",
+        "latencies of any OpenAI-compatible server, with the flags of vllm bench serve",
+    ),
+    "capacity": (
+        "loadtest.bench_capacity",
+        "the highest request rate that a server sustains under an SLO",
+    ),
+    "chunking": (
+        "loadtest.bench_chunking",
+        "short requests beside long ones, chunked prefill on and off",
+    ),
+    "peers": (
+        "loadtest.bench_peers",
+        "this service beside vLLM, llama.cpp, transformers and Ray's own, in one run",
+    ),
+    "quality": (
+        "loadtest.bench_quality",
+        "quantised weights beside the model's own: quality, memory and speed",
+    ),
+    "ceiling": ("loadtest.bench_ceiling", "how much the load client itself can receive"),
+    "serve": (
+        "loadtest.bench_serve",
+        "the HTTP service without a model, beside a bare Serve application",
+    ),
+    "soak": (
+        "loadtest.bench_soak",
+        "many streams, a third of whose clients leave: is anything lost or kept?",
+    ),
+    "own-cost": (
+        "loadtest.bench_own_cost",
+        "what a step costs beside the model, from 1 to 1024 running requests",
+    ),
+    "stall": ("loadtest.bench_stall", "what huge prompts do to the streams beside them"),
+}
+LOAD_MODULES = {
+    "trace": ("loadtest.trace_tool", "describe, convert and make traces of load"),
+    "simulate": ("loadtest.sim_command", "serve a trace on a fleet of simulated GPUs"),
+    "plan": ("loadtest.plan", "how many GPUs serve a trace within an SLO"),
+    "calibrate": ("loadtest.calibrate", "fit a cost model to an engine's step log"),
+    "report": ("loadtest.report", "a page with pictures of saved results"),
+    "study": ("loadtest.studies.command", "what the simulator shows, on published traces"),
+}
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +99,8 @@ def _config_of(arguments: argparse.Namespace) -> ServiceConfig:
     Raises:
         ConfigError: the file cannot be used.
     """
+    from deployments.config import ServiceConfig, load_service_config
+
     if arguments.config is not None:
         config = load_service_config(arguments.config)
     elif DEFAULT_CONFIG.exists():
@@ -71,7 +122,7 @@ def _prompt_of(arguments: argparse.Namespace) -> str:
 # --- generate -------------------------------------------------------------------------------------
 
 
-def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_generate(commands: Commands) -> None:
     parser = commands.add_parser("generate", help="answer one prompt on this console")
     parser.add_argument("prompt", nargs="?", help="the prompt; by default standard input")
     parser.add_argument("--file", type=Path, help="read the prompt from a file")
@@ -87,6 +138,9 @@ def _add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from deployments.execution.startup import made_to_stay
+    from deployments.protocol import SamplingParams
+
     params = SamplingParams(
         max_tokens=arguments.max_tokens,
         temperature=arguments.temperature,
@@ -118,7 +172,7 @@ async def _print_answer(deltas: AsyncGenerator[TextDelta, None]) -> int:
 # --- chunk ----------------------------------------------------------------------------------------
 
 
-def _add_chunk(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_chunk(commands: Commands) -> None:
     parser = commands.add_parser("chunk", help="show how a prompt is cut into chunks")
     parser.add_argument("prompt", nargs="?", help="the prompt; by default standard input")
     parser.add_argument("--file", type=Path, help="read the prompt from a file")
@@ -156,7 +210,7 @@ def _chunk(arguments: argparse.Namespace) -> int:
 # --- serve, check, bench --------------------------------------------------------------------------
 
 
-def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_serve(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve", help="check a config file, then serve it on this machine with Ray's fast settings"
     )
@@ -191,7 +245,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         return 1
 
 
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_check(commands: Commands) -> None:
     parser = commands.add_parser(
         "check", help="find misspelled keys and bad values, which Ray Serve would ignore"
     )
@@ -211,8 +265,8 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser("bench", help="measure this machine")
+def _add_bench(commands: Commands) -> None:
+    parser = commands.add_parser("bench", help="measure a server, or this machine")
     kinds = parser.add_subparsers(dest="kind", required=True)
     engine = kinds.add_parser(
         "engine", help="the engine beside transformers' generate and continuous batching, no HTTP"
@@ -223,77 +277,16 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
-    from loadtest import (
-        bench_capacity,
-        bench_ceiling,
-        bench_chunking,
-        bench_load,
-        bench_peers,
-        bench_serve,
-        bench_soak,
-        bench_stall,
-    )
-
-    _add_modules(
-        kinds,
-        {
-            "serve": (
-                bench_serve,
-                "the HTTP service without a model, beside a bare Serve application",
-            ),
-            "soak": (
-                bench_soak,
-                "many streams, a third of whose clients leave: is anything lost or kept?",
-            ),
-            "stall": (bench_stall, "what huge prompts do to the streams beside them"),
-            "load": (
-                bench_load,
-                "latencies of any OpenAI-compatible server, with the flags of vllm bench serve",
-            ),
-            "capacity": (
-                bench_capacity,
-                "the highest request rate that a server sustains under an SLO",
-            ),
-            "chunking": (
-                bench_chunking,
-                "short requests beside long ones, chunked prefill on and off",
-            ),
-            "peers": (
-                bench_peers,
-                "this service beside vLLM, llama.cpp, transformers and Ray's own, in one run",
-            ),
-            "ceiling": (bench_ceiling, "how much the load client itself can receive"),
-        },
-    )
+    _add_modules(kinds, BENCH_MODULES)
 
 
-def _add_load_tests(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from loadtest import calibrate, plan, report, sim_command, trace_tool
-    from loadtest.studies import command as study_command
-
-    _add_modules(
-        commands,
-        {
-            "trace": (trace_tool, "describe, convert and make traces of load"),
-            "simulate": (sim_command, "serve a trace on a fleet of simulated GPUs"),
-            "plan": (plan, "how many GPUs serve a trace within an SLO"),
-            "calibrate": (calibrate, "fit a cost model to an engine's step log"),
-            "report": (report, "a page with pictures of saved results"),
-        },
-    )
-    study = commands.add_parser("study", help="what the simulator shows, on published traces")
-    study_command.add_arguments(study)
+def _add_load_tests(commands: Commands) -> None:
+    _add_modules(commands, LOAD_MODULES)
 
 
-def _add_modules(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    modules: Mapping[str, tuple[Any, str]],
-) -> None:
-    """Commands that modules bring: each has `add_arguments` and `main`."""
+def _add_modules(commands: Commands, modules: Mapping[str, tuple[str, str]]) -> None:
     for name, (module, text) in modules.items():
-        parser = commands.add_parser(name, help=text)
-        module.add_arguments(parser)
-        parser.set_defaults(run=module.main)
+        commands.add_parser(name, help=text, module=module)
 
 
 def _bench_engine(arguments: argparse.Namespace) -> int:
@@ -310,13 +303,12 @@ def _bench_engine(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All commands and their arguments."""
-    parser = argparse.ArgumentParser(
+def build_parser() -> CommandParser:
+    """All commands; those of modules bring their arguments when they are called."""
+    parser = CommandParser(
         prog="chunkserve",
         description="LLM inference with chunked prefill: long prompts never stall the chats.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("-v", "--verbose", action="store_true", help="log what is done")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -337,9 +329,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return int(arguments.run(arguments))
-    except (ConfigError, RequestRefused, ValueError, OSError) as error:
+    except OSError as error:
+        print(f"error: {_told(error)}", file=sys.stderr)
+        return 2
+    except ValueError as error:  # of ours: ConfigError, RequestRefused and their like
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     except RuntimeError as error:
         if (
             type(error) is RuntimeError
@@ -347,6 +345,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _told(error: OSError) -> str:
+    """Without the number of the error, which a reader has to look up."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename2 or error.filename}: {error.strerror}"
 
 
 if __name__ == "__main__":

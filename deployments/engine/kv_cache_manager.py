@@ -9,7 +9,7 @@ Owns the block tables and the rule of prefix hits. Does not know tensors, nor wh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 
 from deployments.engine.block_hash import extend_block_hashes
 from deployments.engine.block_pool import NULL_BLOCK, BlockPool, IntegrityError
@@ -38,6 +38,11 @@ class KVCacheManager:
     @property
     def num_usable_blocks(self) -> int:
         return self._pool.num_usable_blocks
+
+    @property
+    def block_tables(self) -> Mapping[str, list[int]]:
+        """All of them, by request id; see `block_table`."""
+        return self._tables
 
     def block_table(self, request: Request) -> list[int]:
         """The request's blocks in token order: a live view that only grows while it runs."""
@@ -86,6 +91,16 @@ class KVCacheManager:
             raise
         self._tables[request.request_id] = [*hits, *own]
         request.num_computed_tokens = len(hits) * self._block_size
+
+    def find_blockless(self, decodes: Iterable[Request]) -> list[Request]:
+        """Those whose last known token has no block yet, in their order."""
+        size = self._block_size
+        # Only a token that begins a block can lack one, and most do not.
+        return [
+            request
+            for request in decodes
+            if request.num_computed_tokens % size == 0 and self.needs_block(request)
+        ]
 
     def needs_block(self, request: Request) -> bool:
         """Whether its last known token has no block yet."""

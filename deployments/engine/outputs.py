@@ -122,8 +122,10 @@ class RequestOutput(NamedTuple):
         cls, request: Request, token_id: int, logprobs: TokenLogprobs | None
     ) -> RequestOutput:
         """What a token means to a request that goes on; made as `ScheduledRequest.decode` is."""
-        begin = (request.request_id, token_id, logprobs, request.num_cached_tokens)
-        return tuple.__new__(cls, (*begin, None, None, None, None, None))
+        name, num_cached = request.request_id, request.num_cached_tokens
+        return tuple.__new__(
+            cls, (name, token_id, logprobs, num_cached, None, None, None, None, None)
+        )
 
 
 class OutOfDeviceMemory(RuntimeError):

@@ -191,20 +191,19 @@ class Request:
         self.finish_reason = reason
         self.error = error
 
-    def append_token(self, token_id: int, now: float) -> None:
-        """Take the token a step sampled for it."""
+    def take_token(
+        self, token_id: int, now: float, eos_token_ids: Container[int]
+    ) -> FinishReason | None:
+        """Take the token that a step sampled for it, and tell why that ends it; None if it goes
+        on."""
         self.token_ids.append(token_id)
         if self.last_token_s is None:
             self.first_token_s = now
         else:
             self.token_gap_s = now - self.last_token_s
         self.last_token_s = now
-
-    def find_finish_reason(self, eos_token_ids: Container[int]) -> FinishReason | None:
-        """Why its last token ends it; None if it goes on."""
-        last = self.token_ids[-1]
-        may_stop = last in eos_token_ids or last in self.sampling_params.stop_token_ids
-        if may_stop and self._stops_at(last, eos_token_ids):
+        may_stop = token_id in eos_token_ids or token_id in self.sampling_params.stop_token_ids
+        if may_stop and self._stops_at(token_id, eos_token_ids):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_num_tokens else None
 

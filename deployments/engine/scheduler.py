@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from heapq import merge
 from itertools import takewhile
+from operator import attrgetter
 
 from deployments.config import SchedulerConfig
 from deployments.engine.admission_check import check_request
@@ -43,9 +44,8 @@ from deployments.protocol import (
     TokenLogprobs,
 )
 
-
-def _urgency(request: Request) -> tuple[int, int]:
-    return request.urgency_key
+_RUNNING = RequestStatus.RUNNING  # looking up an enum's member takes longer than comparing it
+_urgency = attrgetter("urgency_key")
 
 
 class Scheduler:
@@ -145,13 +145,9 @@ class Scheduler:
         Only with `min_batch_tokens` set, only while nothing runs, and never beyond the batch
         timeout.
         """
-        oldest_s = None if self._running else self._waiting.find_oldest_ready_s()
-        if oldest_s is None:
+        if self._running:
             return None
-        if self._waiting.num_tokens() >= self._config.min_batch_tokens:
-            return None
-        deadline_s = oldest_s + self._config.batch_timeout_s
-        return deadline_s if self._clock.now() < deadline_s else None
+        return self._waiting.find_hold_until_s(self._clock.now(), self._config.min_batch_tokens)
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -180,23 +176,31 @@ class Scheduler:
         Returns one output for each request that got a token or ended. A request that ended while
         the step ran (an abort) gets nothing more.
         """
-        now, kv = self._clock.now(), self._kv
+        now, kv, limits = self._clock.now(), self._kv, self._limits
         is_sound = result.is_sound(step)
         outputs: list[RequestOutput] = []
         for row in step.scheduled:
-            request = row.request
+            request, num_computed, num_scheduled, _, samples_token, _, _ = row
             if request.is_finished:
                 continue
-            request.num_computed_tokens += row.num_scheduled_tokens
+            request.num_computed_tokens = num_computed + num_scheduled
             request.ready_since_s = now
             if not is_sound and result.has_failed(row):
                 outputs.append(self._fail_row(request, result))
                 continue
             if result.prompt_logprobs:
                 request.prompt_logprobs += result.prompt_logprobs.get(request.request_id, ())
-            kv.publish(request, row.num_computed_tokens)
-            if row.samples_token:
-                output = self._take_token(request, result, now)
+            if num_scheduled > 1 or request.num_computed_tokens % limits.block_size == 0:
+                kv.publish(request, num_computed)
+            if samples_token:
+                token_id = result.token_ids[request.request_id]
+                logprobs = result.logprobs.get(request.request_id) if result.logprobs else None
+                reason = request.take_token(token_id, now, limits.eos_token_ids)
+                output = (
+                    RequestOutput.of_token(request, token_id, logprobs)
+                    if reason is None
+                    else self._finish(request, reason, token_id=token_id, logprobs=logprobs)
+                )
                 if request.prompt_logprobs and request.num_output_tokens == 1:
                     output = output._replace(prompt_logprobs=request.prompt_logprobs)
                 outputs.append(output)
@@ -210,7 +214,7 @@ class Scheduler:
     # --- 0: an urgent head ------------------------------------------------------------------------
 
     def _preempt_for_urgent_head(self, step: StepPlan, now: float) -> None:
-        head = self._waiting.find_head(now) if self._running else None
+        head = self._waiting.find_head(now) if self._running and self._waiting else None
         if head is None or self._running[-1].priority <= head.priority:
             return
         hits = self._kv.find_cached_prefix(head)
@@ -232,16 +236,21 @@ class Scheduler:
 
     def _schedule_decodes(self, step: StepPlan, now: float) -> None:
         kv = self._kv
-        for request in tuple(self._running):
-            if not request.is_decode:  # one that was just preempted is none: it has no blocks
-                continue
-            if step.num_tokens_left == 0:
-                return
-            if kv.needs_block(request):
-                if not self._free_a_block_for(request, step, now):
-                    return
+        # Request.is_decode spelled out: in this loop a property costs as much as all the rest.
+        decodes = [
+            request
+            for request in self._running
+            if request.num_computed_tokens
+            == len(request.token_ids) - 1
+            >= request.num_prompt_tokens
+        ][: step.num_tokens_left]
+        for request in kv.find_blockless(decodes):
+            # Not so if it was preempted for one before it.
+            if request.status is _RUNNING and self._free_a_block_for(request, step, now):
                 kv.append_block(request)
-            step.add_decode(request, kv.block_table(request))
+        if step.has_preempted:
+            decodes = [request for request in decodes if request.status is _RUNNING]
+        step.add_decodes(decodes, kv.block_tables)
 
     def _free_a_block_for(self, request: Request, step: StepPlan, now: float) -> bool:
         """Preempt from the least urgent on until a block is free; false if that came to the request
@@ -270,7 +279,7 @@ class Scheduler:
             if step.num_tokens_left == 0:
                 break
             request = entry.request
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not _RUNNING:
                 if step.was_preempted(request) or not self._may_admit_past(passed):
                     continue
                 if not self._try_admit(request, now):
@@ -332,7 +341,7 @@ class Scheduler:
         request.num_reused_tokens = request.num_computed_tokens
         if request.first_scheduled_s is None:
             request.num_cached_tokens = request.num_computed_tokens
-        request.transition(RequestStatus.RUNNING, now)
+        request.transition(_RUNNING, now)
         insort(self._running, request, key=_urgency)
 
     def _preempt(self, request: Request, step: StepPlan, now: float) -> None:
@@ -351,15 +360,6 @@ class Scheduler:
         message = result.errors.get(request.request_id, "the model returned no token")
         return self._finish(request, FinishReason.ERROR, ErrorInfo(ErrorKind.ENGINE, message))
 
-    def _take_token(self, request: Request, result: ModelOutput, now: float) -> RequestOutput:
-        token_id = result.token_ids[request.request_id]
-        logprobs = result.logprobs.get(request.request_id)
-        request.append_token(token_id, now)
-        reason = request.find_finish_reason(self._limits.eos_token_ids)
-        if reason is None:
-            return RequestOutput.of_token(request, token_id, logprobs)
-        return self._finish(request, reason, token_id=token_id, logprobs=logprobs)
-
     def _finish(
         self,
         request: Request,
@@ -370,7 +370,7 @@ class Scheduler:
         logprobs: TokenLogprobs | None = None,
     ) -> RequestOutput:
         """The one exit: give back all that it holds and tell its reader why it ended."""
-        if request.status is RequestStatus.RUNNING:
+        if request.status is _RUNNING:
             self._leave_running(request)
         else:
             self._waiting.remove(request)

@@ -182,6 +182,15 @@ class StepLog:
         """The kept steps, oldest first."""
         return tuple(self._steps)
 
+    @property
+    def last(self) -> StepStats:
+        """The latest one.
+
+        Raises:
+            IndexError: none has run.
+        """
+        return self._steps[-1]
+
     def add(self, step: StepStats) -> None:
         """Keep a step and count what it held."""
         self._steps.append(step)

@@ -4,7 +4,7 @@ decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from deployments.engine.block_pool import IntegrityError
 from deployments.engine.outputs import ChunkReason, ScheduledRequest, SchedulerOutput
@@ -36,6 +36,19 @@ class StepPlan:
     def num_decodes(self) -> int:
         """Decodes in it so far."""
         return len(self._decodes)
+
+    @property
+    def has_preempted(self) -> bool:
+        """Whether anybody lost its blocks in this step."""
+        return bool(self._preempted)
+
+    def add_decodes(
+        self, requests: Sequence[Request], block_tables: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Put in the token that each of them sampled last; `block_tables` are by request id."""
+        self.num_tokens_left -= len(requests)
+        row_of = ScheduledRequest.decode
+        self._decodes += [row_of(each, block_tables[each.request_id]) for each in requests]
 
     def add_decode(self, request: Request, block_table: Sequence[int]) -> None:
         """Put in the token it sampled last."""

@@ -151,8 +151,13 @@ class WaitingQueue:
         """Known tokens of all waiting requests."""
         return sum(request.num_tokens for request in self)
 
-    def find_oldest_ready_s(self) -> float | None:
-        """Since when the longest waiting request has been ready; None if nobody waits."""
-        return min(
-            (members.oldest.ready_since_s for members in self._classes.values()), default=None
+    def find_hold_until_s(self, now: float, num_tokens: int) -> float | None:
+        """Until when to wait for more prompts, if fewer than `num_tokens` tokens wait and nobody
+        has waited for the timeout; None: no longer.
+        """
+        if not self or self.num_tokens() >= num_tokens:
+            return None
+        deadline_s = self._timeout_s + min(
+            members.oldest.ready_since_s for members in self._classes.values()
         )
+        return deadline_s if now < deadline_s else None

@@ -6,29 +6,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from deployments.config import ExecutionConfig, ServiceConfig
+from deployments.config import ServiceConfig
 from deployments.engine.outputs import (
     ModelLimits,
     ModelOutput,
     OutOfDeviceMemory,
     SchedulerOutput,
 )
-from deployments.execution.attention.backend import AttentionBackend
-from deployments.execution.attention.cpu_sdpa import CpuSdpaAttention
+from deployments.execution.attention.choice import choose_backend
 from deployments.execution.attention.ragged import RaggedAttention
-from deployments.execution.attention.reference import ReferenceAttention
+from deployments.execution.compiled_linear import find_linear_kernel
 from deployments.execution.device_memory import is_out_of_memory, release_unused
-from deployments.execution.few_rows import choose_few_rows
 from deployments.execution.grammar import GrammarCompiler
 from deployments.execution.kv_cache import (
     CPU_DEFAULT_MAX_GB,
-    LayerSpec,
     PagedKVCache,
     num_block_bytes,
     num_blocks_that_fit,
@@ -36,7 +31,6 @@ from deployments.execution.kv_cache import (
 )
 from deployments.execution.llguidance_grammar import make_grammar_compiler
 from deployments.execution.load_gate import (
-    UnsupportedModel,
     check_against_eager,
     eager_answers,
     probe_layers,
@@ -46,32 +40,12 @@ from deployments.execution.model_source import cache_root
 from deployments.execution.packed_forward import PackedForward
 from deployments.execution.prepack import prepack_linears, restore_linears
 from deployments.execution.prompt_logprobs import read_prompt_logprobs
+from deployments.execution.quantized import quantize_linears, restore_kept_linears
+from deployments.execution.quantized_products import choose_products
 from deployments.execution.sampler import Sampler
 from deployments.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
-
-
-def choose_backend(
-    execution: ExecutionConfig,
-    specs: Sequence[LayerSpec],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionBackend[Any]:
-    """The configured attention backend; auto takes cpu_sdpa.
-
-    Raises:
-        UnsupportedModel: it cannot run one of the layers.
-    """
-    backend: AttentionBackend[Any]
-    if execution.attention_backend == "reference":
-        backend = ReferenceAttention()
-    else:
-        backend = CpuSdpaAttention(dtype, device)
-    for spec in specs:
-        if not backend.supports(spec):
-            raise UnsupportedModel(f"attention backend {backend.name!r} cannot run {spec}")
-    return backend
 
 
 class ModelExecutor:
@@ -83,6 +57,7 @@ class ModelExecutor:
 
     Raises:
         UnsupportedModel: the probe or the self-check fails.
+        CannotQuantize: quantised weights are asked for and it has nothing to quantise.
         OutOfMemory: no KV cache fits beside the model.
     """
 
@@ -100,13 +75,19 @@ class ModelExecutor:
         model = loaded.model
         device, dtype = model.device, model.dtype
         block_size = config.cache.block_size
+        # Before anything is asked of the model: what is compared below is compared as it will be.
+        if config.model.quantization != "none":
+            compiles = config.execution.compile_kernels
+            products = choose_products(device, compiles, cache_root(config.model))
+            quantize_linears(model, config.model.quantization, products)
         specs = probe_layers(model, self._attention)
-        backend = choose_backend(config.execution, specs, dtype, device)
+        kernel_cache = cache_root(config.model)
+        backend = choose_backend(config.execution, specs, dtype, device, kernel_cache)
         answers = eager_answers(model, self._attention, specs, loaded.max_model_len)
         # In between, so that the prepacked weights are checked as well.
         if device.type == "cpu" and config.execution.prepack_weights:
-            few_rows = choose_few_rows(config.execution.compile_kernels, cache_root(config.model))
-            prepack_linears(model, num_free_bytes(device), few_rows)
+            kernel = find_linear_kernel(config.execution.compile_kernels, kernel_cache)
+            prepack_linears(model, num_free_bytes(device), kernel)
         check_against_eager(model, self._attention, backend, specs, answers, block_size)
         num_blocks = num_blocks_that_fit(
             num_free_bytes(device),
@@ -213,6 +194,9 @@ class ModelExecutor:
         )
 
     def close(self) -> None:
-        """Give the model its own attention and layers back; the executor is of no more use."""
+        """Give the model its own attention and layers back, but for those whose weights were
+        quantised and are gone; the executor is of no more use.
+        """
         self._attention.restore()
         restore_linears(self._loaded.model)
+        restore_kept_linears(self._loaded.model)

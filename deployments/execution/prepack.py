@@ -1,14 +1,16 @@
-"""Linear weights in the layout a CPU's matrix kernels want, reordered once at load instead of at
-each product.
+"""Linear weights in the layout a CPU's products want, laid out once at load instead of at each
+product.
 
-    weights     CPU                     a few rows   many rows
-    float32     any                     as loaded    float32, reordered
-    bfloat16    multiplies bfloat16     reordered    reordered
-    bfloat16    does not                as loaded    widened to float32, reordered
+    weights     CPU                     compiler    a few rows       many rows
+    float32     any                     yes         compiled kernel  compiled kernel
+    bfloat16    does not multiply them  yes         compiled kernel  compiled kernel
+    bfloat16    multiplies them         yes         compiled kernel  oneDNN, reordered
+    float32     any                     no          torch, one row   oneDNN, reordered
+    bfloat16    does not multiply them  no          torch, one row   oneDNN, widened to float32
+    bfloat16    multiplies them         no          oneDNN           oneDNN, reordered
 
-Few rows are bound by reading the weights (see few_rows), many by multiplying; a CPU without
-bfloat16 products multiplies float32 several times faster, at the price of a second, wider copy of
-the weights.
+Few rows are bound by reading the weights, many by multiplying. The compiled kernel needs no second
+copy of the weights; where oneDNN is faster for many rows, both forms are kept.
 """
 
 from __future__ import annotations
@@ -18,9 +20,13 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from deployments.execution.few_rows import FewRows
+from deployments.execution.compiled_linear import CompiledLinear, LinearKernel
 
 logger = logging.getLogger(__name__)
+
+MAX_FEW_ROWS = 8
+"""Up to so many rows go to the compiled kernel where oneDNN multiplies bfloat16."""
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def multiplies_bfloat16() -> bool:
@@ -35,83 +41,128 @@ def _has_onednn() -> bool:
 
 
 class PrepackedLinear(nn.Module):
-    """A linear layer with a reordered copy of its weight; inference only.
+    """A linear layer with a copy of its weight that oneDNN reordered; inference only.
 
     Args:
         layer: its weight is copied into the new layout.
         packed_dtype: of the copy.
-        few_rows: computes few rows by the weight as loaded, so the layer is kept; None: the copy
-            serves them, too, and the layer is let go.
+        few_rows: the same layer by the compiled kernel, for up to MAX_FEW_ROWS rows; None: `layer`
+            is kept, and serves single rows where the copy is wider than it.
     """
 
     def __init__(
-        self, layer: nn.Linear, packed_dtype: torch.dtype, few_rows: FewRows | None
+        self, layer: nn.Linear, packed_dtype: torch.dtype, few_rows: CompiledLinear | None
     ) -> None:
         super().__init__()
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         self._dtype = layer.weight.dtype
         self._packed_dtype = packed_dtype
-        self._few_rows = few_rows
-        # In a list, since it is no part of this module: nobody is to find it among the modules of
-        # the model, and replace it.
-        self._kept = [] if few_rows is None else [layer]
+        # In lists, since they are no part of this module: nobody is to find them among the modules
+        # of the model, and replace them.
+        self._few_rows = [] if few_rows is None else [few_rows]
+        self._kept = [layer] if few_rows is None else []
         self._packed_bias = None if layer.bias is None else layer.bias.detach().to(packed_dtype)
         weight = layer.weight.detach().to(packed_dtype)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
-    @property
-    def kept_layer(self) -> nn.Linear | None:
-        """The layer this stands for, if it was kept."""
-        return self._kept[0] if self._kept else None
+    def layer(self) -> nn.Linear:
+        """The layer this stands for."""
+        return self._kept[0] if self._kept else self._few_rows[0].layer()
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
-        if self._few_rows is not None:
-            num_rows = x.numel() // self.in_features
-            if 0 < num_rows <= self._few_rows.max_rows:
-                rows = x.reshape(num_rows, self.in_features)
-                layer = self._kept[0]
-                few = self._few_rows.linear(rows, layer.weight, layer.bias)
-                return few.view(*x.shape[:-1], self.out_features)
+        num_rows = x.numel() // self.in_features
+        if self._few_rows and num_rows <= MAX_FEW_ROWS:
+            few: Tensor = self._few_rows[0](x)
+            return few
+        if num_rows == 1 and self._packed_dtype is torch.float32:
+            return self._one_row(x)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(
             x.to(self._packed_dtype), self._packed, self._packed_bias, "none", [], ""
         )
         return out.to(self._dtype)
 
+    def _one_row(self, x: Tensor) -> Tensor:
+        """By a matrix-vector product, without what a matrix product costs around it."""
+        layer = self._kept[0]
+        out = torch.mv(layer.weight, x.reshape(self.in_features))
+        out = out if layer.bias is None else out + layer.bias
+        return out.view(*x.shape[:-1], self.out_features)
 
-def _packed_form(dtype: torch.dtype) -> tuple[torch.dtype, bool]:
-    """Of the copy for weights of `dtype`: its dtype, and whether the loaded weight stays."""
-    if dtype is torch.bfloat16 and multiplies_bfloat16():
-        return torch.bfloat16, False
-    return torch.float32, True
 
+def prepack_linears(model: nn.Module, num_free_bytes: int, kernel: LinearKernel | None) -> int:
+    """Replace the linear layers of `model`; returns how many.
 
-def prepack_linears(model: nn.Module, num_free_bytes: int, few_rows: FewRows) -> int:
-    """Replace the linear layers of `model`; returns how many. `few_rows` serves them where the
-    weights stay as loaded.
+    None is replaced if copies would take more than half of `num_free_bytes`, which the KV cache
+    needs too.
 
-    None is replaced if their copies would take more than half of `num_free_bytes`, which the KV
-    cache needs too.
+    Args:
+        kernel: None: this machine has no compiled kernel.
     """
-    found = [(name, layer) for name, layer in model.named_modules() if type(layer) is nn.Linear]
-    if not found or found[0][1].weight.dtype not in (torch.float32, torch.bfloat16):
+    found = {name: layer for name, layer in model.named_modules() if _is_packable(layer)}
+    if not found or (kernel is None and not _has_onednn()):
         return 0
-    if not _has_onednn():
-        return 0
-    dtype, keeps_weight = _packed_form(found[0][1].weight.dtype)
-    num_bytes = sum(layer.weight.numel() for _, layer in found) * dtype.itemsize
+    dtype = next(iter(found.values())).weight.dtype
+    packed_dtype = torch.float32
+    if dtype is torch.bfloat16 and multiplies_bfloat16():
+        packed_dtype = torch.bfloat16
+    uses_onednn = kernel is None or packed_dtype is torch.bfloat16
+    shared = _shared_weights(model, found)
+    num_bytes = _num_extra_bytes(found, shared, packed_dtype if uses_onednn else None)
     if num_bytes > num_free_bytes // 2:
         logger.warning("weights are not prepacked: their copies would take %d bytes", num_bytes)
         return 0
-    for name, layer in found:
-        model.set_submodule(name, PrepackedLinear(layer, dtype, few_rows if keeps_weight else None))
-    return len(found)
+    names = list(found)
+    # A layer that is replaced is let go before the next one is packed.
+    found.clear()
+    for name in names:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        few_rows: CompiledLinear | None = None
+        if kernel is not None:
+            few_rows = CompiledLinear(layer, kernel, keeps_layer=id(layer.weight) in shared)
+        if few_rows is None or uses_onednn:
+            model.set_submodule(name, PrepackedLinear(layer, packed_dtype, few_rows))
+        else:
+            model.set_submodule(name, few_rows)
+    return len(names)
+
+
+def _is_packable(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and module.weight.dtype in _DTYPES
+
+
+def _shared_weights(model: nn.Module, layers: dict[str, nn.Linear]) -> set[int]:
+    """The ids of parameters that others than `layers` hold: a head's that is tied to the
+    embedding.
+    """
+    ours = {id(layer) for layer in layers.values()}
+    others = [module for module in model.modules() if id(module) not in ours]
+    return {id(own) for module in others for own in module.parameters(recurse=False)}
+
+
+def _num_extra_bytes(
+    layers: dict[str, nn.Linear], shared: set[int], reordered: torch.dtype | None
+) -> int:
+    """What packed weights take beyond the memory of those that are let go.
+
+    Args:
+        reordered: the dtype of oneDNN's copies; None: there are none.
+    """
+    weights = [layer.weight for layer in layers.values()]
+    if reordered is not None:
+        return sum(weight.numel() for weight in weights) * reordered.itemsize
+    kept = [weight.nbytes for weight in weights if id(weight) in shared]
+    return sum(kept) + max(weight.nbytes for weight in weights)
 
 
 def restore_linears(model: nn.Module) -> None:
-    """Put the layers back that were kept."""
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, PrepackedLinear)]
+    """Put plain layers back in the place of all that were replaced."""
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, (CompiledLinear, PrepackedLinear))
+    ]
     for name, packed in found:
-        if packed.kept_layer is not None:
-            model.set_submodule(name, packed.kept_layer)
+        model.set_submodule(name, packed.layer())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
@@ -18,17 +18,16 @@ from typing import Any
 from deployments.config import CacheConfig, SchedulerConfig
 from deployments.execution.cost_model import CostModel
 from loadtest.arrivals import arriving_at, scale_times
+from loadtest.capacity import SearchBounds, Trial, find_capacity
 from loadtest.converters import load_trace
-from loadtest.measures import result_json
 from loadtest.policies import POLICIES
 from loadtest.simulate import FleetConfig, simulate
 from loadtest.studies.results import add_result_argument, tell, tell_and_keep
 from loadtest.trace import TraceRequest
 
 LENGTHS = "sarathi_sharegpt_8k_lengths.csv"
-MAX_QUEUED_S = 2.0
 MAX_MODEL_LEN = 8192 + 1024  # longest prompt and longest answer of these lengths
-TOLERANCE = 0.025
+BOUNDS = SearchBounds(start=2.0, lowest=0.1, highest=8.0, tolerance=0.025)
 LARGE_BATCH, SMALL_BATCH = 128, 16
 UNLIMITED_QUEUE = 1_000_000
 
@@ -71,54 +70,26 @@ def fleet_for(policy: str, cost_model: CostModel, setting: Setting) -> FleetConf
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Pauses:
-    """What decides whether a rate is served."""
-
-    p99_tbt_s: float
-    median_queued_s: float
-
-    def is_within(self, setting: Setting) -> bool:
-        """Whether the rate is served."""
-        return self.p99_tbt_s <= setting.slo_tbt_s and self.median_queued_s <= MAX_QUEUED_S
-
-
-def measure(fleet: FleetConfig, workload: Sequence[TraceRequest], requests_per_s: float) -> Pauses:
+def measure(
+    fleet: FleetConfig, workload: Sequence[TraceRequest], requests_per_s: float, setting: Setting
+) -> Trial:
     """Serve the workload, whose rate is one a second, at another rate."""
     result = simulate(scale_times(workload, 1.0 / requests_per_s), fleet)
-    p99_tbt_s = result_json(result.summary)["p99_itl_ms"] / 1e3
-    return Pauses(p99_tbt_s, result.queued.percentile(50))
+    p99_tbt_s = result.summary.distributions["itl"].percentile(99)
+    delay_s = result.queued.percentile(50)
+    tell(
+        f"{fleet.policy} at {requests_per_s:.2f}/s: P99 TBT {p99_tbt_s:.3f} s, "
+        f"median wait {delay_s:.2f} s"
+    )
+    return Trial(requests_per_s, p99_tbt_s <= setting.slo_tbt_s, delay_s)
 
 
-def find_highest_rate(is_served: Callable[[float], bool], most: float) -> float:
-    """The highest rate that is served, to TOLERANCE of itself, by bisection below `most`; 0 if
-    hardly any is.
-    """
-    low, high = 0.0, most
-    while high - low > max(TOLERANCE * low, TOLERANCE**2 * most):
-        middle = (low + high) / 2
-        if is_served(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def find_capacity(
+def capacity_of(
     policy: str, cost_model: CostModel, setting: Setting, workload: Sequence[TraceRequest]
 ) -> float:
     """Requests per second that one GPU serves within a setting."""
     fleet = fleet_for(policy, cost_model, setting)
-
-    def is_served(rate: float) -> bool:
-        pauses = measure(fleet, workload, rate)
-        tell(
-            f"{policy} at {rate:.2f}/s: P99 TBT {pauses.p99_tbt_s:.3f} s, "
-            f"median wait {pauses.median_queued_s:.2f} s"
-        )
-        return pauses.is_within(setting)
-
-    return find_highest_rate(is_served, most=8.0)
+    return find_capacity(lambda rate: measure(fleet, workload, rate, setting), BOUNDS).rate
 
 
 def study(
@@ -128,7 +99,7 @@ def study(
     gains on each: the geometric mean over the seeds.
     """
     rates = {
-        seed: {policy: find_capacity(policy, cost_model, setting, workload) for policy in POLICIES}
+        seed: {policy: capacity_of(policy, cost_model, setting, workload) for policy in POLICIES}
         for seed, workload in workloads.items()
     }
     gains = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from time import process_time
 from typing import Any
@@ -19,7 +19,9 @@ from deployments.config import SchedulerConfig
 from deployments.execution.cost_model import CostModel
 from loadtest.arrivals import arriving_at
 from loadtest.converters import load_trace
+from loadtest.fleet_work import find_least_replicas
 from loadtest.measures import RequestRecord, result_json
+from loadtest.planning import PlanningError, Replicas, find_fewest
 from loadtest.simulate import FleetConfig, SimResult, simulate
 from loadtest.studies.results import add_result_argument, tell, tell_and_keep
 from loadtest.trace import TraceRequest
@@ -27,6 +29,7 @@ from loadtest.trace import TraceRequest
 CONVERSATIONS = "azure_llm_2023_conv.csv"
 CODE = "azure_llm_2023_code.csv"
 NUM_TIMED_REPLICAS = 64
+MAX_NUM_SEQS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +66,12 @@ def fleet_of(cost_model: CostModel, num_replicas: int) -> FleetConfig:
         cost_model,
         num_replicas,
         SchedulerConfig(
-            chunk_size=2048, overlap_ratio=0.0, max_num_seqs=256, max_num_batched_tokens=2304
+            chunk_size=2048,
+            overlap_ratio=0.0,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=2304,
         ),
     )
-
-
-def find_fewest(is_enough: Callable[[int], bool], most: int) -> int:
-    """The smallest number that is enough, by bisection; more than enough is enough.
-
-    Raises:
-        ValueError: `most` is not enough.
-    """
-    low, high = 0, most
-    if not is_enough(most):
-        raise ValueError(f"even {most} replicas do not meet the target: raise --most")
-    while high - low > 1:
-        middle = (low + high) // 2
-        if is_enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 def meets(result: SimResult, target: Target) -> bool:
@@ -174,7 +162,10 @@ def main(arguments: argparse.Namespace) -> int:
         tell(f"{num_gpus} GPUs: P99 TTFT {result_json(result.summary)['p99_ttft_ms']:.0f} ms")
         return meets(result, target)
 
-    num_gpus = find_fewest(is_enough, arguments.most)
+    least = find_least_replicas(sample, cost_model, MAX_NUM_SEQS)
+    num_gpus = find_fewest(is_enough, Replicas(1, arguments.most, min(least, arguments.most)))
+    if num_gpus is None:
+        raise PlanningError(f"even {arguments.most} GPUs do not meet the target: raise --most")
     while not meets(result := simulate(trace, fleet_of(cost_model, num_gpus)), target):
         num_gpus += 1
     fleet = fleet_of(cost_model, num_gpus)

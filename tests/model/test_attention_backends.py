@@ -5,23 +5,38 @@ formula.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from deployments.config import ModelConfig
 from deployments.execution.attention.backend import AttentionBackend, AttentionCall
+from deployments.execution.attention.cpu_native import CpuNativeAttention
 from deployments.execution.attention.cpu_sdpa import CpuSdpaAttention
 from deployments.execution.attention.reference import ReferenceAttention
 from deployments.execution.input_batch import BatchRow, InputBatch
 from deployments.execution.kv_cache import LayerCache
+from deployments.execution.model_source import cache_root
+from deployments.execution.native.compiler import CannotCompile
 
 BACKENDS = {
     "reference": lambda dtype: ReferenceAttention(),
     "cpu_sdpa": lambda dtype: CpuSdpaAttention(dtype, torch.device("cpu")),
+    "cpu_native": lambda dtype: native_attention(dtype),
 }
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
+
+
+@cache
+def native_attention(dtype: torch.dtype) -> CpuNativeAttention:
+    """The compiled backend, built in the kernels' usual place; skips where it cannot be."""
+    try:
+        return CpuNativeAttention.compiled(cache_root(ModelConfig()), dtype)
+    except CannotCompile as error:
+        pytest.skip(str(error))
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def test_the_self_check_catches_attention_that_is_silently_wrong(
     family, spoil = fault
     monkeypatch.setattr(
         "deployments.execution.model_executor.choose_backend",
-        lambda execution, specs, dtype, device: _WrongBackend(dtype, spoil),
+        lambda execution, specs, dtype, *_: _WrongBackend(dtype, spoil),
     )
     with pytest.raises(UnsupportedModel, match="packed logits differ"):
         make_executor(make_model(family, dtype))
@@ -165,7 +165,7 @@ def test_the_self_check_refuses_logits_that_are_not_numbers(
 
         monkeypatch.setattr(
             "deployments.execution.model_executor.choose_backend",
-            lambda execution, specs, dtype, device, backend=NanBackend: backend(dtype, device),
+            lambda execution, specs, dtype, device, _, backend=NanBackend: backend(dtype, device),
         )
         with pytest.raises(UnsupportedModel, match="differ from its own by nan"):
             make_executor(make_model("llama"))
@@ -179,7 +179,7 @@ def test_the_self_check_sees_a_window_that_is_off_by_one(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(
         "deployments.execution.model_executor.choose_backend",
-        lambda execution, specs, dtype, device: _WrongBackend(dtype, spoil),
+        lambda execution, specs, dtype, *_: _WrongBackend(dtype, spoil),
     )
     with pytest.raises(UnsupportedModel, match="packed logits differ"):
         make_executor(make_model("mistral"))
@@ -274,9 +274,7 @@ def test_a_refused_model_is_its_own_again(monkeypatch: pytest.MonkeyPatch) -> No
     before = Oracle(model).answer(make_prompt(30), 3)
     monkeypatch.setattr(
         "deployments.execution.model_executor.choose_backend",
-        lambda execution, specs, dtype, device: _WrongBackend(
-            dtype, lambda c: replace(c, window=None)
-        ),
+        lambda execution, specs, dtype, *_: _WrongBackend(dtype, lambda c: replace(c, window=None)),
     )
     with pytest.raises(UnsupportedModel):
         make_executor(model)

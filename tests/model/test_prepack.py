@@ -7,19 +7,19 @@ import torch
 from tiny_models import Oracle, assert_same, greedy, make_executor, make_model, make_prompt, run
 from torch import nn
 
-from deployments.execution.few_rows import FewRows, TorchRow
+from deployments.execution.compiled_linear import CompiledLinear
 from deployments.execution.prepack import (
     PrepackedLinear,
     multiplies_bfloat16,
     prepack_linears,
+    restore_linears,
 )
 
 FORMS = [
-    (torch.float32, torch.float32, TorchRow()),
-    (torch.float32, torch.float32, None),
-    (torch.bfloat16, torch.float32, TorchRow()),
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
     pytest.param(
-        (torch.bfloat16, torch.bfloat16, None),
+        (torch.bfloat16, torch.bfloat16),
         marks=pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no bfloat16"),
     ),
 ]
@@ -28,13 +28,13 @@ FORMS = [
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_prepacked_linear_is_the_linear(
-    form: tuple[torch.dtype, torch.dtype, FewRows | None], bias: bool
+    form: tuple[torch.dtype, torch.dtype], bias: bool
 ) -> None:
     """A reordered weight gives the same products, for any number of rows, none included."""
-    dtype, packed_dtype, few_rows = form
+    dtype, packed_dtype = form
     torch.manual_seed(0)
     layer = nn.Linear(24, 40, bias=bias, dtype=dtype)
-    packed = PrepackedLinear(layer, packed_dtype, few_rows)
+    packed = PrepackedLinear(layer, packed_dtype, None)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for shape in ((0, 24), (1, 24), (5, 24), (1, 1, 24), (1, 0, 24), (1, 7, 24), (24,)):
         x = torch.randn(shape, dtype=dtype)
@@ -51,7 +51,7 @@ def test_a_prepacked_model_answers_the_same(tied: bool) -> None:
     """
     model = make_model("llama", tie_word_embeddings=tied)
     executor = make_executor(model)
-    assert isinstance(model.lm_head, PrepackedLinear)
+    assert isinstance(model.lm_head, (CompiledLinear, PrepackedLinear))
     requests = [greedy(make_prompt(n), f"{n} tokens") for n in (5, 30)]
     result = run(executor, requests, chunk_size=7)
     oracle = Oracle(make_model("llama", tie_word_embeddings=tied))
@@ -63,7 +63,7 @@ def test_weights_stay_as_they_are_where_that_is_asked() -> None:
     """execution.prepack_weights false leaves every layer alone."""
     model = make_model("llama")
     make_executor(model, prepack_weights=False)
-    assert not any(isinstance(module, PrepackedLinear) for module in model.modules())
+    assert type(model.lm_head) is nn.Linear
 
 
 def test_copies_that_memory_does_not_hold_are_not_made() -> None:
@@ -71,6 +71,29 @@ def test_copies_that_memory_does_not_hold_are_not_made() -> None:
     model = make_model("llama")
     layers = [m for m in model.modules() if type(m) is nn.Linear]
     num_bytes = 4 * sum(layer.weight.numel() for layer in layers)
-    assert prepack_linears(model, 2 * num_bytes - 1, TorchRow()) == 0
-    assert prepack_linears(model, 2 * num_bytes, TorchRow()) == len(layers)
-    assert prepack_linears(model, 2 * num_bytes, TorchRow()) == 0
+    assert prepack_linears(model, 2 * num_bytes - 1, None) == 0
+    assert prepack_linears(model, 2 * num_bytes, None) == len(layers)
+    assert prepack_linears(model, 2 * num_bytes, None) == 0
+
+
+@pytest.mark.parametrize("compile_kernels", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+def test_closing_gives_the_layers_back(tied: bool, compile_kernels: bool) -> None:
+    """After `close` every layer is a plain one with the weight it had; a head that was tied to the
+    embedding is tied again.
+    """
+    model = make_model("llama", tie_word_embeddings=tied)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    make_executor(model, compile_kernels=compile_kernels).close()
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+def test_nothing_is_put_back_into_a_model_that_was_left_alone() -> None:
+    """Plain layers stay the very same objects."""
+    model = make_model("llama")
+    head = model.lm_head
+    restore_linears(model)
+    assert model.lm_head is head

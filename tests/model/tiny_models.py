@@ -16,7 +16,13 @@ from doubles import Outcome, run_until_done
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from deployments.config import CacheConfig, ExecutionConfig, SchedulerConfig, ServiceConfig
+from deployments.config import (
+    CacheConfig,
+    ExecutionConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServiceConfig,
+)
 from deployments.engine.block_pool import BlockPool
 from deployments.engine.clock import VirtualClock
 from deployments.engine.engine import Engine
@@ -135,10 +141,12 @@ def make_executor(
     num_blocks: int = 128,
     block_size: int = BLOCK_SIZE,
     eos_token_ids: Sequence[int] = (),
+    quantization: str = "none",
     **execution: Any,
 ) -> ModelExecutor:
     """An executor over a model; `execution` are fields of ExecutionConfig."""
     config = ServiceConfig(
+        model=ModelConfig(quantization=quantization),
         cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
         execution=ExecutionConfig(device="cpu", **execution),
     )

@@ -1,4 +1,4 @@
-"""Arrivals made anew, ticks spread, times and lengths scaled."""
+"""Arrivals made anew, ticks spread, times scaled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from loadtest.arrivals import (
     arriving_at,
     ramping_up,
-    scale_lengths,
     scale_times,
     spread_ticks,
     within,
@@ -56,48 +55,19 @@ def test_half_the_time_is_twice_the_rate() -> None:
     assert [each.timestamp_s for each in scale_times(requests_at(0, 4), 0.5)] == [0.0, 2.0]
 
 
-def test_lengths_scale_and_stay_above_nothing() -> None:
-    """A short answer becomes none."""
-    assert scale_lengths([TraceRequest(0.0, 100, 1)], 0.25) == [TraceRequest(0.0, 25, 1)]
-
-
-def shared_blocks(first: TraceRequest, second: TraceRequest) -> int:
-    shared = 0
-    for one, other in zip(first.hash_ids, second.hash_ids, strict=False):
-        if one != other:
-            break
-        shared += 1
-    return shared
-
-
-@pytest.mark.parametrize(("factor", "shared"), [(0.5, 2), (0.25, 1), (1.0, 4), (2.0, 8), (1.5, 6)])
-def test_what_prompts_share_scales_with_them(factor: float, shared: int) -> None:
-    """A scaled trace has another hit rate: ids that stand for longer prompts than there are."""
-    first = TraceRequest(0.0, 8 * 512, 5, (1, 2, 3, 4, 5, 6, 7, 8))
-    second = TraceRequest(0.0, 8 * 512, 5, (1, 2, 3, 4, 15, 16, 17, 18))
-    one, other = scale_lengths([first, second], factor)
-    assert one.input_length == 8 * 512 * factor
-    assert len(one.hash_ids) == 8 * factor
-    assert shared_blocks(one, other) == shared
-    assert len(set(one.hash_ids)) == len(one.hash_ids)
-
-
-def test_a_last_partial_block_scales_with_its_prompt() -> None:
-    """A prompt that ends within a block gets a block it has no tokens for."""
-    (scaled,) = scale_lengths([TraceRequest(0.0, 700, 5, (1, 2))], 0.5)
-    assert (scaled.input_length, len(scaled.hash_ids)) == (350, 1)
-
-
 def test_a_stretch_starts_at_zero() -> None:
     """A stretch of a trace waits for its start, or takes the request at its end."""
     stretch = within(requests_at(0, 5, 6, 9), 5, 9)
     assert [(each.timestamp_s, each.input_length) for each in stretch] == [(0.0, 11), (1.0, 12)]
     with pytest.raises(TraceError, match="no request from 20 s to 30 s"):
         within(requests_at(0, 5), 20, 30)
+    for start_s, end_s in ((5, 5), (float("nan"), 9), (0, float("nan"))):
+        with pytest.raises(TraceError, match="give a later end"):
+            within(requests_at(0, 5), start_s, end_s)
 
 
-@pytest.mark.parametrize("scale", [scale_times, scale_lengths, spread_ticks])
-@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("scale", [scale_times, spread_ticks])
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf"), 1e300])
 def test_a_bad_factor_is_told(scale: object, factor: float) -> None:
     """A factor of 0 sends all at once, one of NaN nothing at any time."""
     with pytest.raises(TraceError, match="must be a number above 0"):

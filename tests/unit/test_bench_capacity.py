@@ -47,7 +47,8 @@ def test_a_search_tells_its_trials(capsys: pytest.CaptureFixture[str]) -> None:
     result = json.loads(capsys.readouterr().out)
     assert status == 0
     assert (result["capacity"], result["lowest_rate_not_sustained"]) == (400.0, None)
-    assert [trial["rate"] for trial in result["trials"]] == [200.0, 400.0]
+    assert [row["request_rate"] for row in result["sweep"]] == [200.0, 400.0]
+    assert all(row["p99_ttft_ms"] > 0 and row["completed"] for row in result["sweep"])
 
 
 def test_no_capacity_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,6 +121,7 @@ async def _html(_: web.Request) -> web.StreamResponse:
         (["--dataset-name", "lengths", "--dataset-path", "{odd}"], "no known columns"),
         (["--dataset-name", "trace", "--dataset-path", "{bare}"], "say --dataset-name lengths"),
         (["--dataset-name", "lengths", "--dataset-path", "{bare}"], "has 1 requests"),
+        (["--length-scale", "0.5"], "change a file"),
         (["--self-timed"], "--self-timed needs requests with times"),
         (["--request-rate", "0"], "request rate must be above 0"),
         (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps and --ramp-up-end-rps"),

@@ -48,6 +48,7 @@ def test_the_guides_file_can_be_served_as_it_is() -> None:
         ({"scheduler": {"chunk_size": 0}}, "scheduler.chunk_size.*greater than or equal to 1"),
         ({"scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 8}}, "raise it to at least 9"),
         ({"execution": {"device": "gpu"}}, "execution.device"),
+        ({"model": {"quantization": "int2"}}, "quantization: .*'none', 'int8' or 'int4'.*'int2'"),
         ([1], "must be a mapping"),
     ],
 )

@@ -44,6 +44,18 @@ def test_many_values_keep_exact_moments_and_close_quantiles() -> None:
         assert filled.percentile(percent) == pytest.approx(exact, rel=0.0026)
 
 
+@pytest.mark.parametrize("count", [1, 1000, MAX_EXACT_VALUES + 11])
+def test_many_quantiles_at_once_are_those_one_by_one(count: int) -> None:
+    """A curve that is read at once shows other latencies than the figures beside it."""
+    filled = distribution_of(many_values()[:count])
+    percents = [99.9, 0, 50, 100, 12.5]
+    assert filled.percentiles(percents) == [filled.percentile(each) for each in percents]
+    assert filled.percentiles([]) == []
+    for bad in (-1.0, 100.5, math.nan):
+        with pytest.raises(ValueError, match="within 0 and 100"):
+            filled.percentiles([50, bad])
+
+
 def test_memory_is_bounded() -> None:
     """A run of hours holds every value it ever saw."""
     filled = Distribution()

@@ -118,6 +118,11 @@ RULES = (
             *CORE,
         ),
     ),
+    # It measures the sampler and the inputs of the executor, and the way of a token to its client.
+    Rule("loadtest.bench_own_cost", ("deployments.execution.startup", "loadtest")),
+    Rule("loadtest.own_cost.model_side", ("deployments", "loadtest")),
+    Rule("loadtest.own_cost.streaming", ("deployments", "serve_app", "loadtest")),
+    Rule("loadtest.bench_quality", ("deployments", "loadtest")),
     # Applications without a model: a composition root like `serve_app.app`.
     Rule("loadtest.stub_app", ("deployments", "serve_app", "loadtest")),
     # A served model's name stands for its tokenizer too, also where that is made from a GGUF file.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from loadtest.load_prompts import (
     TextPrompts,
     TokenIdPrompts,
     WordPrompts,
-    make_prompts,
+    sendable_prompts,
 )
+from loadtest.prompts import PromptMaker
 from loadtest.trace import TraceRequest
 from tests.unit.made_tokenizers import KINDS, made_tokenizer
 
@@ -31,11 +30,10 @@ def test_prompts_of_words_have_their_length_and_differ_early() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_chat", [False, True])
-def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool, tmp_path: Path) -> None:
+def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool) -> None:
     """Prompts are longer than the trace says once the server adds its chat template."""
     tokenizer = made_tokenizer(kind)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    prompts = make_prompts(str(tmp_path / "tokenizer.json"), ENGLISH, 0, is_chat)
+    prompts = sendable_prompts(PromptMaker(tokenizer, ENGLISH), is_chat)
     if isinstance(prompts, TokenIdPrompts):
         assert not is_chat
         assert len(prompts.prompt(REQUEST, 1)) == 100
@@ -52,9 +50,8 @@ def test_a_tokenizer_makes_exact_prompts(kind: str, is_chat: bool, tmp_path: Pat
         assert [count(fitted.prompt(REQUEST, number)) for number in range(5)] == [100] * 5
 
 
-def test_a_server_with_another_tokenizer_is_not_fitted(tmp_path: Path) -> None:
+def test_a_server_with_another_tokenizer_is_not_fitted() -> None:
     """Prompts shrink to nothing where the server counts ten times as many tokens."""
-    made_tokenizer(KINDS[0]).save(str(tmp_path / "tokenizer.json"))
-    prompts = make_prompts(str(tmp_path / "tokenizer.json"), ENGLISH, 0, is_chat=True)
+    prompts = sendable_prompts(PromptMaker(made_tokenizer(KINDS[0]), ENGLISH), is_chat=True)
     assert prompts.fitted(REQUEST, 1000) == prompts
     assert prompts.fitted(REQUEST, 50) == prompts

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.planning import PlanningError, Setting, Trial, find_plan
+from loadtest.planning import PlanningError, Replicas, Setting, Trial, find_fewest, find_plan
 
 SETTINGS = [Setting(budget, budget) for budget in (512, 1024, 2048, 4096)]
 
@@ -15,9 +15,11 @@ SETTINGS = [Setting(budget, budget) for budget in (512, 1024, 2048, 4096)]
     st.lists(st.integers(1, 70), min_size=4, max_size=4),
     st.integers(1, 20),
     st.integers(20, 64),
+    st.integers(1, 64),
 )
-def test_the_fewest_replicas_are_found(needs: list[int], least: int, most: int) -> None:
+def test_the_fewest_replicas_are_found(needs: list[int], least: int, most: int, start: int) -> None:
     """A setting that needs fewer is missed because it comes late, or a fleet too small is named."""
+    start = max(least, min(start, most))
     needed = dict(zip(SETTINGS, needs, strict=True))
 
     def run(setting: Setting, num_replicas: int) -> Trial:
@@ -25,7 +27,7 @@ def test_the_fewest_replicas_are_found(needs: list[int], least: int, most: int) 
         strain = needed[setting] / num_replicas
         return Trial(setting, num_replicas, num_replicas >= needed[setting], strain)
 
-    plan = find_plan(run, SETTINGS, least, most)
+    plan = find_plan(run, SETTINGS, Replicas(least, most, start))
     fewest = max(least, min(needs))
     if fewest > most:
         assert plan.best is None
@@ -42,11 +44,34 @@ def test_few_trials_are_enough() -> None:
     def run(setting: Setting, num_replicas: int) -> Trial:
         return Trial(setting, num_replicas, num_replicas >= 40, 40 / num_replicas)
 
-    assert len(find_plan(run, SETTINGS, 1, 128).trials) <= 8 + 3 * 2
+    # From 32 up: 33, 35, 39, 47 is enough, 43, 41, 40; then each other setting with 40 and 39.
+    assert len(find_plan(run, SETTINGS, Replicas(1, 128, 32)).trials) == 8 + 3 * 2
 
 
-@pytest.mark.parametrize("settings, least, most", [([], 1, 2), (SETTINGS, 0, 2), (SETTINGS, 3, 2)])
-def test_nothing_to_try_is_refused(settings: list[Setting], least: int, most: int) -> None:
-    """Bounds the wrong way round end in a plan of nothing."""
+@given(st.integers(1, 200), st.integers(1, 60), st.integers(60, 128), st.integers(1, 128))
+def test_the_smallest_number_that_is_enough_is_found(
+    needed: int, least: int, most: int, start: int
+) -> None:
+    """A fleet is bought that is larger than need be, or too small; or a run is made twice."""
+    tried: list[int] = []
+
+    def is_enough(num: int) -> bool:
+        tried.append(num)
+        return num >= needed
+
+    found = find_fewest(is_enough, Replicas(least, most, max(least, min(start, most))))
+    assert found == (None if needed > most else max(least, needed))
+    assert len(set(tried)) == len(tried) <= 16
+
+
+@pytest.mark.parametrize("least, most, start", [(0, 2, 1), (3, 2, 3), (1, 2, 3)])
+def test_bounds_the_wrong_way_round_are_refused(least: int, most: int, start: int) -> None:
+    """They end in a plan of nothing."""
     with pytest.raises(PlanningError):
-        find_plan(lambda *_: pytest.fail("tried"), settings, least, most)
+        Replicas(least, most, start)
+
+
+def test_nothing_to_try_is_refused() -> None:
+    """No setting ends in a plan of nothing."""
+    with pytest.raises(PlanningError):
+        find_plan(lambda *_: pytest.fail("tried"), [], Replicas(1, 2, 1))

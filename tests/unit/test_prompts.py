@@ -73,6 +73,14 @@ def test_equal_hash_ids_give_equal_prefixes_and_nothing_more(kind: str) -> None:
     assert num_shared(first, prompts.token_ids(request(2000, 1, 2), 2)) == 1024
 
 
+def test_blocks_of_a_scaled_trace_are_as_long_as_it_says() -> None:
+    """A trace with blocks of 26 tokens is sent with blocks of 512: all of a prompt is shared."""
+    prompts = PromptMaker(made_tokenizer("gpt2"), hash_block_tokens=26)
+    first = prompts.token_ids(request(100, 1, 2, 3, 4), 0)
+    assert num_shared(first, prompts.token_ids(request(90, 1, 2, 9, 8), 1)) == 52
+    assert len(first) == 100
+
+
 def test_text_shares_the_prefix_that_its_tokens_share() -> None:
     """Equal hash ids share nothing once a server has put BOS before the text."""
     prompts, tokenizer = made_prompts("llama2"), made_tokenizer("llama2")

@@ -115,6 +115,47 @@ def test_what_is_no_result_is_refused_in_one_line(tmp_path: Path, text: str) -> 
         read_runs([tmp_path / "gone.json"])
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"report": 3},
+        {"report": {"curves_ms": {"ttft": [1, 2]}}},
+        {"report": {"curves_ms": 1, "percents": []}},
+        {"report": {"timeline": {"num_open": [1]}}},
+        {"report": {"steps": {"time_s": [1, 2]}}},
+        {"slo": ["soon"]},
+        {"slo": 5},
+        {"sweep": 1},
+        {"trials": [1]},
+        {"pools": 3},
+        {"pools": [3]},
+    ],
+)
+def test_a_damaged_result_is_refused_in_one_line(tmp_path: Path, damaged: dict[str, Any]) -> None:
+    """A file that someone edited ends in a traceback while its pictures are drawn."""
+    (path,) = saved(tmp_path, x=result_of(0.02, "x") | damaged)
+    with pytest.raises(ReportError, match=r"x: its|x\.json: is no") as refused:
+        read_runs([path])
+    assert "\n" not in str(refused.value)
+
+
+def test_a_search_for_the_capacity_is_drawn_at_its_own_percentile(tmp_path: Path) -> None:
+    """Latencies of the P99 are drawn beside an SLO that the P90 has to keep, or not at all."""
+    rows = [
+        {"request_rate": rate, "p90_ttft_ms": 90.0 * rate, "p99_ttft_ms": None} for rate in (1, 2)
+    ]
+    search = {
+        "label": "s",
+        "capacity": 1.0,
+        "slo": ["ttft:100"],
+        "slo_percentile": 90.0,
+        "sweep": rows,
+    }
+    runs = read_runs(saved(tmp_path, s=search))
+    assert [chart.name for chart in draw_all(runs)] == ["rate_ttft"]
+    assert "highest rate sustained" in render(runs, [], "x")
+
+
 def test_a_result_without_pictures_is_still_a_table() -> None:
     """A result of another tool, which has no `report` part, breaks the page."""
     run = Run("vllm", {"completed": 3, "p99_ttft_ms": None, "request_throughput": 1.5})

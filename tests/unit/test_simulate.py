@@ -99,7 +99,7 @@ def test_joined_quiet_steps_are_the_steps_one_by_one(seed: int) -> None:
         max_step_samples=10**6,
     )
     joined = simulate(trace, fleet)
-    one_by_one = simulate(trace, replace(fleet, joins_quiet_steps=False))
+    one_by_one = simulate(trace, replace(fleet, joins_decodes=False))
     assert figures(joined) == figures(one_by_one)
     # Blocks of joined steps are taken at once, so their use alone may differ within them.
     assert [step[:-1] for step in joined.steps] == [step[:-1] for step in one_by_one.steps]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.arrivals import arriving_at, scale_lengths
+from loadtest.arrivals import arriving_at
 from loadtest.block_scale import ScaledTrace, scale_with_blocks
 from loadtest.converters import TRACES_VARIABLE, load_trace
 from loadtest.trace import TraceError, TraceRequest, read_trace, write_trace
@@ -39,12 +39,6 @@ def test_a_scaled_trace_shares_the_same_part_of_its_prompts(factor: float) -> No
     for request in scaled.requests:
         assert len(request.hash_ids) == -(-request.input_length // scaled.hash_block_tokens)
         assert request.input_length == pytest.approx(1300 * factor, abs=2)
-
-
-def test_blocks_that_do_not_scale_share_less() -> None:
-    """The reason for scaling them is gone: the simpler function would do."""
-    fixed = ScaledTrace(scale_lengths(SHARED, 0.05), 512)
-    assert best_hit_rate(fixed) < best_hit_rate(scale_with_blocks(SHARED, 0.05)) - 0.05
 
 
 def test_lengths_without_ids_scale_to_the_nearest_token() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -61,6 +62,13 @@ def _key(source: bytes, compiler: str) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
+def _text_of(source: Path) -> bytes:
+    """A source with all that it includes from beside it."""
+    text = source.read_bytes()
+    included = re.findall(rb'^#include "([^"]+)"', text, re.MULTILINE)
+    return text + b"".join(_text_of(source.parent / name.decode()) for name in included)
+
+
 def compile_once(source: Path, cache: Path) -> Path:
     """The shared library of this source, made now if the cache does not have it.
 
@@ -71,7 +79,7 @@ def compile_once(source: Path, cache: Path) -> Path:
     """
     compiler = find_compiler()
     try:
-        library = cache / f"{source.stem}-{_key(source.read_bytes(), compiler)}.so"
+        library = cache / f"{source.stem}-{_key(_text_of(source), compiler)}.so"
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{library}.lock"):
             if not library.exists():

@@ -42,7 +42,7 @@ def test_as_many_blocks_as_tokens_fill_or_begin(num_tokens: int) -> None:
     request = run_prompt(kv, range(1, num_tokens + 1))
     assert len(kv.block_table(request)) == -(-num_tokens // BLOCK_SIZE)
     assert not kv.needs_block(request)
-    request.append_token(1, now=0.0)
+    request.take_token(1, 0.0, ())
     assert kv.needs_block(request) == (num_tokens % BLOCK_SIZE == 0)
 
 

@@ -89,15 +89,20 @@ def test_removal_from_anywhere() -> None:
     assert arrivals.queue.num_tokens() == sum(requests[i].num_tokens for i in (1, 3, 4))
 
 
-def test_the_head_and_the_oldest() -> None:
-    """The head is not the first in order, or the oldest not the one that waits longest."""
+def test_the_head_and_how_long_it_may_be_held() -> None:
+    """The head is not the first in order, or more prompts are waited for beyond the timeout of the
+    oldest one, or although enough tokens are there.
+    """
     arrivals = Arrivals()
     assert arrivals.queue.find_head(0.0) is None
-    assert arrivals.queue.find_oldest_ready_s() is None
+    assert arrivals.queue.find_hold_until_s(0.0, num_tokens=100) is None
     arrivals.add(30, at=0.25, priority=2)
     short = arrivals.add(3, at=0.5, priority=1)
     assert arrivals.queue.find_head(0.5) is short
-    assert arrivals.queue.find_oldest_ready_s() == 0.25
+    oldest_is_forced_s = 0.25 + TIMEOUT_S
+    assert arrivals.queue.find_hold_until_s(0.5, num_tokens=34) == oldest_is_forced_s
+    assert arrivals.queue.find_hold_until_s(0.5, num_tokens=33) is None
+    assert arrivals.queue.find_hold_until_s(oldest_is_forced_s, num_tokens=34) is None
 
 
 @given(

@@ -1,0 +1,226 @@
+// Attention of few lines over the paged cache, as in decode: keys and values are read where they
+// lie, once, and all lines of a KV head are multiplied with a key while it is in registers.
+//
+// A row's keys are taken in pieces, which are added up at the end ("split-KV"; Dao et al.,
+// Flash-Decoding, 2023), so that several threads may read one long row. Pieces begin at fixed
+// positions, whatever the step.
+
+#pragma once
+
+#include "online_softmax.h"
+
+namespace {
+
+constexpr int PIECE = 256;
+constexpr int MAX_LINES = 3;  // at once; with as many vectors of sums as registers allow
+
+// What one piece gives to one line: [maximum, sum of weights, weighted sums of values], the sums
+// relative to 2^maximum.
+INLINE int64_t num_partial_floats(int64_t value_dim) { return 2 + value_dim; }
+
+// All lines of one row and KV head over the keys of one piece, tile by tile.
+template <typename Number>
+class FewLines {
+public:
+    // Floats of scratch memory.
+    static int64_t num_floats(const Layer<Number>& layer, int64_t num_lines) {
+        return num_lines * layer.key_dim;
+    }
+
+    // `partials` takes one record of num_partial_floats a line.
+    FewLines(const Lines<Number>& lines, float* scratch, float* partials)
+        : lines_(lines), layer_(lines.layer), query_(scratch), partials_(partials) {}
+
+    // Call once, before the first `attend` of a piece.
+    void begin() {
+        const float factor = layer_.query_factor();
+        for (int64_t line = 0; line < lines_.count(); ++line) {
+            const Number* from = lines_.query(line);
+            for (int64_t d = 0; d < layer_.key_dim; ++d)
+                query_[line * layer_.key_dim + d] = widen(from[d]) * factor;
+            float* record = partial(line);
+            std::fill_n(record, num_partial_floats(layer_.value_dim), 0.0f);
+            record[0] = NO_SCORE;
+        }
+    }
+
+    // Positions [first, last), all within one tile, at `slots`.
+    void attend(int64_t first, int64_t last, const int64_t* slots) {
+        const int64_t count = lines_.count();
+        for (int64_t line = 0; line < count;) {
+            // Four lines are two and two: more at once and the registers overflow.
+            const int64_t left = count - line;
+            if (left == 3 || left >= 5) {
+                attend_lines<3>(line, first, last, slots);
+                line += 3;
+            } else if (left >= 2) {
+                attend_lines<2>(line, first, last, slots);
+                line += 2;
+            } else {
+                attend_lines<1>(line, first, last, slots);
+                line += 1;
+            }
+        }
+    }
+
+private:
+    float* partial(int64_t line) const {
+        return partials_ + line * num_partial_floats(layer_.value_dim);
+    }
+
+    template <int LINES>
+    void attend_lines(int64_t line, int64_t first, int64_t last, const int64_t* slots) {
+        const int64_t first_position = lines_.position(line);
+        const int64_t last_position = lines_.position(line + LINES - 1);
+        const int64_t seen_first = std::max(layer_.first_seen(first_position), first);
+        const int64_t seen_last = std::min(last_position + 1, last);
+        if (seen_first >= seen_last) return;
+        slots += seen_first - first;
+        const int64_t num_keys = seen_last - seen_first;
+        const int64_t num_columns = (num_keys + LANES - 1) / LANES * LANES;
+
+        alignas(64) Scores scores[LINES];
+        score<LINES>(line, slots, num_keys, scores);
+        for (int i = 0; i < LINES; ++i) {
+            if (layer_.softcap > 0) cap(scores[i], 0, num_columns, layer_.softcap);
+            const int64_t position = lines_.position(line + i);
+            hide(scores[i], 0, num_columns, layer_.first_seen(position) - seen_first,
+                 std::min(position + 1, seen_last) - seen_first);
+        }
+        Running<LINES> running;
+        for (int i = 0; i < LINES; ++i) {
+            running.maxima[i] = partial(line + i)[0];
+            running.sums[i] = Floats{};
+        }
+        float corrections[LINES];
+        weigh<LINES>(scores, 0, num_columns, running, corrections);
+        for (int i = 0; i < LINES; ++i) {
+            float* record = partial(line + i);
+            record[0] = running.maxima[i];
+            record[1] = record[1] * corrections[i] + sum_of(running.sums[i]);
+        }
+        add_values<LINES>(line, slots, num_keys, scores, corrections);
+    }
+
+    template <int LINES>
+    void score(int64_t line, const int64_t* slots, int64_t num_keys, Scores* scores) const {
+        constexpr int KEYS = LINES == 1 ? 8 : 4;
+        const float* query = query_ + line * layer_.key_dim;
+        for (int64_t key = 0; key < num_keys; key += KEYS) {
+            const Number* keys[KEYS];
+            // Places beyond the last key repeat it, and are hidden later.
+            for (int j = 0; j < KEYS; ++j)
+                keys[j] = lines_.key(slots[std::min(key + j, num_keys - 1)]);
+            score_keys<LINES, KEYS>(query, keys, scores[0] + key);
+        }
+    }
+
+    template <int LINES, int KEYS>
+    void score_keys(const float* query, const Number* const* keys, float* scores) const {
+        const int64_t dim = layer_.key_dim;
+        Floats sums[LINES][KEYS] = {};
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES) {
+            Floats columns[KEYS];
+#pragma GCC unroll 8
+            for (int j = 0; j < KEYS; ++j) columns[j] = load(keys[j] + d);
+#pragma GCC unroll 4
+            for (int i = 0; i < LINES; ++i) {
+                const Floats line = load(query + i * dim + d);
+#pragma GCC unroll 8
+                for (int j = 0; j < KEYS; ++j) sums[i][j] += line * columns[j];
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < LINES; ++i) {
+#pragma GCC unroll 2
+            for (int j = 0; j < KEYS; j += 4) {
+                Quad quad = sums_of(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
+                for (int64_t rest = d; rest < dim; ++rest) {
+                    const Quad column = {widen(keys[j][rest]), widen(keys[j + 1][rest]),
+                                         widen(keys[j + 2][rest]), widen(keys[j + 3][rest])};
+                    quad += query[i * dim + rest] * column;
+                }
+                store_quad(quad, scores + i * TILE + j);
+            }
+        }
+    }
+
+    template <int LINES>
+    void add_values(int64_t line, const int64_t* slots, int64_t num_keys, const Scores* weights,
+                    const float* corrections) {
+        constexpr int WIDE = LINES == 1 ? 8 : 4;  // vectors of a value taken at once
+        float* sums = partial(line) + 2;
+        int64_t d = 0;
+        for (; d + WIDE * LANES <= layer_.value_dim; d += WIDE * LANES)
+            add_columns<LINES, WIDE>(sums, d, slots, num_keys, weights, corrections);
+        for (; d + LANES <= layer_.value_dim; d += LANES)
+            add_columns<LINES, 1>(sums, d, slots, num_keys, weights, corrections);
+        const int64_t stride = num_partial_floats(layer_.value_dim);
+        for (; d < layer_.value_dim; ++d) {
+            for (int i = 0; i < LINES; ++i) {
+                float sum = sums[i * stride + d] * corrections[i];
+                for (int64_t j = 0; j < num_keys; ++j)
+                    sum += weights[i][j] * widen(lines_.value(slots[j])[d]);
+                sums[i * stride + d] = sum;
+            }
+        }
+    }
+
+    template <int LINES, int WIDE>
+    void add_columns(float* sums, int64_t d, const int64_t* slots, int64_t num_keys,
+                     const Scores* weights, const float* corrections) const {
+        const int64_t stride = num_partial_floats(layer_.value_dim);
+        Floats product[LINES][WIDE];
+        for (int i = 0; i < LINES; ++i)
+            for (int v = 0; v < WIDE; ++v)
+                product[i][v] = load(sums + i * stride + d + v * LANES) * corrections[i];
+        for (int64_t j = 0; j < num_keys; ++j) {
+            const Number* value = lines_.value(slots[j]) + d;
+            Floats weight[LINES];
+#pragma GCC unroll 4
+            for (int i = 0; i < LINES; ++i) weight[i] = splat(weights[i][j]);
+#pragma GCC unroll 8
+            for (int v = 0; v < WIDE; ++v) {
+                const Floats column = load(value + v * LANES);
+#pragma GCC unroll 4
+                for (int i = 0; i < LINES; ++i) product[i][v] += weight[i] * column;
+            }
+        }
+        for (int i = 0; i < LINES; ++i)
+            for (int v = 0; v < WIDE; ++v)
+                store(product[i][v], sums + i * stride + d + v * LANES);
+    }
+
+    const Lines<Number>& lines_;
+    const Layer<Number>& layer_;
+    float* query_;
+    float* partials_;
+};
+
+// Adds the record of a later piece to `into`.
+INLINE void add_piece(const float* piece, float* into, int64_t value_dim) {
+    const float maximum = std::max(into[0], piece[0]);
+    const float own = exp2_of(into[0] - maximum), others = exp2_of(piece[0] - maximum);
+    into[0] = maximum;
+    for (int64_t i = 1; i < num_partial_floats(value_dim); ++i)
+        into[i] = into[i] * own + piece[i] * others;
+}
+
+// Adds up the pieces of all lines, in order, and writes what they attend to. `partials` are those
+// of the first piece, and are used up; the next piece's follow after `piece_stride` floats.
+template <typename Number>
+void merge_pieces(const Lines<Number>& lines, float* partials, int64_t num_pieces,
+                  int64_t piece_stride) {
+    const int64_t dim = lines.layer.value_dim;
+    for (int64_t line = 0; line < lines.count(); ++line) {
+        float* record = partials + line * num_partial_floats(dim);
+        for (int64_t piece = 1; piece < num_pieces; ++piece)
+            add_piece(record + piece * piece_stride, record, dim);
+        const float factor = final_factor(lines.layer, lines.head(line), record[0], record[1]);
+        Number* to = lines.out(line);
+        for (int64_t d = 0; d < dim; ++d) narrow(record[2 + d] * factor, to + d);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,219 @@
+// Attention of many lines over the paged cache: tiles of keys and values are packed once, as
+// float32, and multiplied with all lines of a block in a register-blocked product (FlashAttention-2,
+// Dao 2023, on a CPU).
+//
+//     packed keys    [TILE / PANEL][key_dim][PANEL]      a panel: PANEL keys side by side
+//     packed values  [value_dim / PANEL][TILE][PANEL]    a panel: PANEL places of each value
+//     packed query   [strips][key_dim][STRIP]            a strip: STRIP lines side by side
+//     sums           [strips][value_dim / PANEL][STRIP][PANEL]
+//
+// A strip meets a tile while both lie in the nearest caches: scores, weights, and the sums of
+// weighted values, STRIP lines by PANEL columns at a time in registers.
+
+#pragma once
+
+#include "online_softmax.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int STRIP = 12, PANEL = 2 * LANES;
+#else
+constexpr int STRIP = 6, PANEL = LANES == 8 ? 16 : 4 * LANES;
+#endif
+constexpr int VECTORS = PANEL / LANES;
+static_assert(TILE % PANEL == 0, "a tile is whole panels");
+
+typedef Floats Product[STRIP][VECTORS];
+
+INLINE int64_t num_panels(int64_t count) { return (count + PANEL - 1) / PANEL; }
+
+// sums += left * right over `depth`: STRIP lines by PANEL columns.
+template <int LINE_STEP, int DEPTH_STEP>
+INLINE void multiply_add(const float* left, const float* right, int64_t depth, Product& sums) {
+    for (int64_t k = 0; k < depth; ++k) {
+        Floats columns[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) columns[v] = load(right + v * LANES);
+#pragma GCC unroll 16
+        for (int i = 0; i < STRIP; ++i) {
+            const Floats line = splat(left[i * LINE_STEP]);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; ++v) sums[i][v] += line * columns[v];
+        }
+        left += DEPTH_STEP;
+        right += PANEL;
+    }
+}
+
+// Lines [first_line, first_line + num_lines) of one row and KV head, over all keys they see.
+// Results do not depend on how lines are put into blocks.
+template <typename Number>
+class LineBlock {
+public:
+    // Floats of scratch memory for up to `num_strips` strips.
+    static int64_t num_floats(const Layer<Number>& layer, int64_t num_strips) {
+        const int64_t width = num_panels(layer.value_dim) * PANEL;
+        return TILE * (layer.key_dim + width) + num_strips * STRIP * (layer.key_dim + width);
+    }
+
+    LineBlock(const Lines<Number>& lines, int64_t first_line, int64_t num_lines, float* scratch)
+        : lines_(lines),
+          layer_(lines.layer),
+          first_line_(first_line),
+          num_lines_(num_lines),
+          num_strips_((num_lines + STRIP - 1) / STRIP),
+          width_(num_panels(layer_.value_dim) * PANEL),
+          keys_(scratch),
+          values_(keys_ + TILE * layer_.key_dim),
+          query_(values_ + TILE * width_),
+          sums_(query_ + num_strips_ * STRIP * layer_.key_dim) {}
+
+    void attend(Running<STRIP>* running) {
+        pack_query();
+        for (int64_t strip = 0; strip < num_strips_; ++strip) running[strip].reset();
+        std::fill(sums_, sums_ + num_strips_ * STRIP * width_, 0.0f);
+        const int64_t first = layer_.first_seen(lines_.position(first_line_));
+        const int64_t last = lines_.position(first_line_ + num_lines_ - 1) + 1;
+        for (int64_t tile = first / TILE * TILE; tile < last; tile += TILE) {
+            pack_tile(tile, std::max(tile, first), std::min(tile + TILE, last));
+            for (int64_t strip = 0; strip < num_strips_; ++strip)
+                attend_tile(strip, tile, running[strip]);
+        }
+        for (int64_t strip = 0; strip < num_strips_; ++strip) write(strip, running[strip]);
+    }
+
+private:
+    int64_t line_of(int64_t strip, int i) const {
+        return std::min(first_line_ + strip * STRIP + i, first_line_ + num_lines_ - 1);
+    }
+
+    void pack_query() {
+        const float factor = layer_.query_factor();
+        for (int64_t strip = 0; strip < num_strips_; ++strip) {
+            float* to = query_ + strip * STRIP * layer_.key_dim;
+            for (int i = 0; i < STRIP; ++i) {
+                // Places beyond the last line repeat it; nobody reads what they become.
+                const Number* from = lines_.query(line_of(strip, i));
+                for (int64_t d = 0; d < layer_.key_dim; ++d)
+                    to[d * STRIP + i] = widen(from[d]) * factor;
+            }
+        }
+    }
+
+    // Positions [first, last) of the tile that begins at `tile`; the rest of it becomes zeros.
+    void pack_tile(int64_t tile, int64_t first, int64_t last) {
+        int64_t slots[TILE];
+        lines_.row.find_slots(first, last, slots + (first - tile));
+        const int64_t begin = first - tile, end = last - tile;
+        for (int64_t i = 0; i < TILE; i += 4) pack_four_keys(slots, i, begin, end);
+        for (int64_t i = 0; i < TILE; ++i) {
+            if (i >= begin && i < end) {
+                pack_value(lines_.value(slots[i]), values_ + i * PANEL);
+            } else {
+                for (int64_t d = 0; d < width_; d += PANEL)
+                    std::fill_n(values_ + d * TILE + i * PANEL, PANEL, 0.0f);
+            }
+        }
+    }
+
+    void pack_four_keys(const int64_t* slots, int64_t i, int64_t begin, int64_t end) {
+        float* to = keys_ + i / PANEL * PANEL * layer_.key_dim + i % PANEL;
+        const bool are_all_there = i >= begin && i + 4 <= end;
+        int64_t d = 0;
+        if (are_all_there) {
+            const Number* from[4];
+            for (int j = 0; j < 4; ++j) from[j] = lines_.key(slots[i + j]);
+            for (; d + 4 <= layer_.key_dim; d += 4) {
+                Quad quads[4];
+                for (int j = 0; j < 4; ++j) quads[j] = load_quad(from[j] + d);
+                transpose(quads);
+                for (int j = 0; j < 4; ++j) store_quad(quads[j], to + (d + j) * PANEL);
+            }
+        }
+        for (; d < layer_.key_dim; ++d)
+            for (int64_t j = i; j < i + 4; ++j)
+                to[d * PANEL + j - i] =
+                    j >= begin && j < end ? widen(lines_.key(slots[j])[d]) : 0.0f;
+    }
+
+    void pack_value(const Number* from, float* to) {
+        int64_t d = 0;
+        for (; d + PANEL <= layer_.value_dim; d += PANEL)
+            for (int v = 0; v < PANEL; v += LANES) store(load(from + d + v), to + d * TILE + v);
+        if (d == layer_.value_dim) return;
+        for (int v = 0; v < PANEL; ++v)
+            to[d * TILE + v] = d + v < layer_.value_dim ? widen(from[d + v]) : 0.0f;
+    }
+
+    void attend_tile(int64_t strip, int64_t tile, Running<STRIP>& running) {
+        const int64_t first_position = lines_.position(line_of(strip, 0));
+        const int64_t last_position = lines_.position(line_of(strip, STRIP - 1));
+        const int64_t begin = std::max<int64_t>(layer_.first_seen(first_position) - tile, 0);
+        const int64_t end = std::min<int64_t>(last_position + 1 - tile, TILE);
+        if (begin >= end) return;
+        const int64_t first = begin / PANEL * PANEL, last = num_panels(end) * PANEL;
+
+        alignas(64) Scores scores[STRIP];
+        for (int64_t column = first; column < last; column += PANEL)
+            score(strip, column, scores);
+        if (layer_.softcap > 0)
+            for (Scores& line : scores) cap(line, first, last, layer_.softcap);
+        const bool hides_late = first_position + 1 < tile + last;
+        const bool hides_early = layer_.first_seen(last_position) > tile + first;
+        if (hides_late || hides_early) {
+            for (int i = 0; i < STRIP; ++i) {
+                const int64_t position = lines_.position(line_of(strip, i));
+                hide(scores[i], first, last, layer_.first_seen(position) - tile,
+                     position + 1 - tile);
+            }
+        }
+        float corrections[STRIP];
+        weigh<STRIP>(scores, first, last, running, corrections);
+        for (int64_t panel = 0; panel < width_ / PANEL; ++panel)
+            add_values(strip, panel, scores, begin, end, corrections);
+    }
+
+    void score(int64_t strip, int64_t column, Scores* scores) const {
+        Product product = {};
+        multiply_add<1, STRIP>(query_ + strip * STRIP * layer_.key_dim,
+                               keys_ + column * layer_.key_dim, layer_.key_dim, product);
+        for (int i = 0; i < STRIP; ++i)
+            for (int v = 0; v < VECTORS; ++v)
+                store(product[i][v], scores[i] + column + v * LANES);
+    }
+
+    void add_values(int64_t strip, int64_t panel, const Scores* weights, int64_t begin,
+                    int64_t end, const float* corrections) {
+        float* sums = sums_ + strip * STRIP * width_ + panel * STRIP * PANEL;
+        Product product;
+        for (int i = 0; i < STRIP; ++i)
+            for (int v = 0; v < VECTORS; ++v)
+                product[i][v] = load(sums + i * PANEL + v * LANES) * corrections[i];
+        multiply_add<TILE, 1>(weights[0] + begin, values_ + (panel * TILE + begin) * PANEL,
+                              end - begin, product);
+        for (int i = 0; i < STRIP; ++i)
+            for (int v = 0; v < VECTORS; ++v)
+                store(product[i][v], sums + i * PANEL + v * LANES);
+    }
+
+    void write(int64_t strip, const Running<STRIP>& running) const {
+        const float* sums = sums_ + strip * STRIP * width_;
+        const int64_t num_lines = std::min<int64_t>(STRIP, num_lines_ - strip * STRIP);
+        for (int i = 0; i < num_lines; ++i) {
+            const int64_t line = first_line_ + strip * STRIP + i;
+            const float factor = final_factor(layer_, lines_.head(line), running.maxima[i],
+                                              sum_of(running.sums[i]));
+            Number* to = lines_.out(line);
+            for (int64_t d = 0; d < layer_.value_dim; ++d)
+                narrow(sums[d / PANEL * STRIP * PANEL + i * PANEL + d % PANEL] * factor, to + d);
+        }
+    }
+
+    const Lines<Number>& lines_;
+    const Layer<Number>& layer_;
+    const int64_t first_line_, num_lines_, num_strips_, width_;
+    float *keys_, *values_, *query_, *sums_;
+};
+
+}  // namespace

@@ -1,0 +1,1 @@
+"""The parts of `bench_own_cost`: what a step costs beside the model, by who does it."""

@@ -65,6 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["float32", "bfloat16"],
         help="of our weights; by default what the config comes to on this machine",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=["none", "int8", "int4"],
+        help="of our weights; by default as the config says",
+    )
     parser.add_argument("--workloads", default=DEFAULT_WORKLOADS, help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
     parser.add_argument("--rate", type=float, default=0.7, help="of W2, requests per second")
@@ -206,6 +211,8 @@ def own_config(arguments: argparse.Namespace) -> tuple[dict[str, Any], ServiceCo
     model: dict[str, Any] = {"served_name": chunkserve_service.SERVED_NAME}
     if arguments.dtype is not None:
         model["dtype"] = arguments.dtype
+    if arguments.quantization is not None:
+        model["quantization"] = arguments.quantization
     execution = {"num_threads": arguments.threads}
     serve_config = changed_config(arguments.config, {"model": model, "execution": execution})
     args = serve_config["applications"][0]["args"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,8 @@ from loadtest.tokenizer_source import load_tokenizer
 
 DEFAULT_FOLDER = Path.home() / ".cache" / "chunkserve" / "peers"
 DEFAULT_WORKLOADS = "W1,W2,W2cap,W3,W4,W5,W6,W6chunk"
+INTERRUPTED = 130
+"""Exit status of a command that was ended by Ctrl-C."""
 RESULT, TABLE, PLOT = "peers.json", "peers.md", "peers.png"
 
 
@@ -103,7 +106,13 @@ def main(arguments: argparse.Namespace) -> int:
     place = place_of(arguments)
     if arguments.install is not None:
         return int(bool(install_peers(peers, replace(place, folder=arguments.install), tell)))
-    summary = run_bench(arguments, peers, place)
+    # As Ctrl-C does, so that the servers end with the benchmark.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        summary = run_bench(arguments, peers, place)
+    except KeyboardInterrupt:
+        tell(f"interrupted; what was measured is in {arguments.results_dir / RESULT}")
+        return INTERRUPTED
     return int(bool(summary["failed"]))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from loadtest.load_prompts import Prompts
@@ -82,16 +83,16 @@ class Contest:
         """Play everything; `on_turn` is called after each turn, with the results so far in place.
         A service that does not come up is left out, and told.
         """
-        try:
+        with ExitStack() as ends:
+            for service in self.services:
+                # Each is ended, whatever happens to the others.
+                ends.callback(service.end)
             present = {each.name: each for each in self.services if self._start(each)}
             turns = interleaved(list(present), self.settings.workloads, self.settings.num_rounds)
             for turn in turns:
                 if present[turn.service].can_take(turn.workload):
                     self._take(turn, present)
                     on_turn()
-        finally:
-            for service in self.services:
-                service.end()
 
     def _start(self, service: Service) -> bool:
         self.tell(f"starting {service.name}")

@@ -85,14 +85,16 @@ class ServerProcess:
 
     def end(self) -> None:
         """End it, kindly first."""
-        self.resume()
-        self._process.send_signal(signal.SIGINT)
         try:
+            self.resume()
+            self._process.send_signal(signal.SIGINT)
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.terminate()
-        self.tree.send(signal.SIGKILL)
-        self._process.wait()
+        finally:
+            # Also of an impatient second Ctrl-C nothing is left.
+            self.tree.send(signal.SIGKILL)
+            self._process.wait()
 
     def log_tail(self) -> str:
         """The end of what it printed."""

@@ -133,8 +133,10 @@ class ExecutionConfig(Section):
     """Where and how the model runs."""
 
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    attention_backend: Literal["auto", "reference", "cpu_sdpa", "cpu_native"] = "auto"
-    """auto takes cpu_native on a CPU with a C++ compiler, else cpu_sdpa."""
+    attention_backend: Literal["auto", "reference", "cpu_sdpa", "cpu_native", "triton"] = "auto"
+    """auto: the fastest that runs all layers of the model on the device; on a CPU with a C++
+    compiler cpu_native, on a GPU triton.
+    """
     num_threads: int | None = Field(default=None, ge=1)
     """Of torch on a CPU; by default one less than the cores, at least 1."""
     prepack_weights: bool = True
@@ -291,12 +293,26 @@ def load_service_config(path: Path) -> ServiceConfig:
     Raises:
         ConfigError: the file cannot be read or used.
     """
-    data = read_yaml(path)
-    if isinstance(data, Mapping) and "applications" in data:
-        applications = data["applications"]
-        if not (
-            isinstance(applications, list) and applications and isinstance(applications[0], Mapping)
-        ):
-            raise ConfigError(f"{path}: applications must be a list with at least one application")
-        return parse_service_config(applications[0].get("args"), f"{path}: applications.0.args")
-    return parse_service_config(data, str(path))
+    where = f"{path}: applications.0.args" if _is_serve_config(data := read_yaml(path)) else path
+    return parse_service_config(service_tree(data, path), str(where))
+
+
+def service_tree(data: Any, path: Path) -> Any:
+    """What a file says of the service: all of it, or of a Serve config its first application's
+    args.
+
+    Raises:
+        ConfigError: a Serve config has no application.
+    """
+    if not _is_serve_config(data):
+        return data
+    applications = data["applications"]
+    if not (
+        isinstance(applications, list) and applications and isinstance(applications[0], Mapping)
+    ):
+        raise ConfigError(f"{path}: applications must be a list with at least one application")
+    return applications[0].get("args")
+
+
+def _is_serve_config(data: Any) -> bool:
+    return isinstance(data, Mapping) and "applications" in data

@@ -24,11 +24,8 @@ from typing import Any
 from loadtest.capacity import Capacity, SearchBounds, Trial, find_capacity
 from loadtest.client import Ask, Client, Target
 from loadtest.load_arguments import (
-    ArgumentsError,
     WorkloadSettings,
-    add_target_arguments,
     add_workload_arguments,
-    target_of,
     workload_of,
 )
 from loadtest.load_prompts import Prompts
@@ -39,10 +36,14 @@ from loadtest.load_workload import plan_requests
 from loadtest.measures import DEFINITIONS, Slo, Summary, result_json
 from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.send_times import steady_times
-from loadtest.target_check import check_target
+from loadtest.target_arguments import ArgumentsError, add_target_arguments, target_of
+from loadtest.target_check import wait_for_target
 from loadtest.trace import TraceRequest
 
 NUM_IDLE_REQUESTS = 5
+MIN_LOAD_S = 30.0
+"""In this time a queue that grows by an eighth of the rate comes to the median delay that the
+sustained-queue test allows; in less, only a server that is far too slow is found out."""
 TOLD_METRICS = ("ttft", "tpot", "itl", "e2el", "lag")
 INTERRUPTED = 130
 Json = dict[str, Any]
@@ -75,6 +76,7 @@ class CapacitySettings:
     burstiness: float
     bounds: SearchBounds
     label: str
+    ready_s: float
 
 
 class RateTrials:
@@ -186,13 +188,26 @@ def run_search(settings: CapacitySettings, model: str | None) -> Json:
     first = next(iter(trace.requests))
     prompts = prompts_of(settings.workload, settings.target, trace.hash_block_tokens)
     probe = Ask(prompts.prompt(first, -1), 1)
-    checked = asyncio.run(check_target(settings.target, model, probe))
+    checked = asyncio.run(wait_for_target(settings.target, model, probe, settings.ready_s))
     if checked.num_prompt_tokens is not None:
         prompts = prompts.fitted(first, checked.num_prompt_tokens)
     settings = replace(settings, target=checked.target)
     trials = RateTrials(settings, trace.requests, prompts)
     capacity = find_capacity(trials.run, settings.bounds)
     return _result_of(settings, capacity, trials, len(trace.requests))
+
+
+def caution_of(capacity: float, num_prompts: int) -> str | None:
+    """What to make of a rate that was sustained for a moment alone: any server takes in a handful
+    of requests. None: the load was long enough.
+    """
+    if not capacity or num_prompts / capacity >= MIN_LOAD_S:
+        return None
+    return (
+        f"{num_prompts} requests at {capacity:.3g}/s are sent within {num_prompts / capacity:.3g} "
+        f"s, too soon for a queue to show: give --num-prompts {math.ceil(capacity * MIN_LOAD_S)} "
+        "or more"
+    )
 
 
 def _result_of(
@@ -207,6 +222,7 @@ def _result_of(
         "slo_percentile": settings.percentile,
         "capacity": capacity.rate,
         "lowest_rate_not_sustained": capacity.failed_rate,
+        "caution": caution_of(capacity.rate, num_prompts),
         "idle_median_ttft_ms": trials.idle_ttft_s * 1e3,
         "sweep": trials.told,
         "definitions": DEFINITIONS,
@@ -250,6 +266,7 @@ def settings_of(arguments: argparse.Namespace) -> CapacitySettings:
         burstiness=arguments.burstiness,
         bounds=bounds,
         label=arguments.label,
+        ready_s=arguments.ready_check_timeout_sec,
     )
 
 
@@ -265,6 +282,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.save_result is not None:
         keep_result(arguments.save_result, result)
     print(json.dumps(result, indent=2))
+    if result["caution"]:
+        print(f"warning: {result['caution']}", file=sys.stderr)
     return 0 if result["capacity"] else 1
 
 

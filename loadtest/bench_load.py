@@ -25,7 +25,7 @@ from loadtest.load_sources import due_times, prompts_of, read_requests
 from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
 from loadtest.provenance import keep_result
-from loadtest.target_check import check_target
+from loadtest.target_check import wait_for_target
 
 __all__ = ["add_arguments", "main", "run_load"]
 
@@ -49,7 +49,7 @@ async def run_load(settings: LoadSettings) -> tuple[Json, Path | None]:
     times_s = due_times(requests, settings.pace)
     first = next(iter(requests))
     probe = Ask(prompts.prompt(first, -1), min(PROBE_TOKENS, first.output_length))
-    checked = await check_target(settings.target, settings.model, probe)
+    checked = await wait_for_target(settings.target, settings.model, probe, settings.ready_s)
     if checked.num_prompt_tokens is not None:
         prompts = prompts.fitted(first, checked.num_prompt_tokens)
     load = Load(

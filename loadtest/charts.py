@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from loadtest.report_data import Run
 
@@ -24,6 +24,8 @@ DECODE, PREFILL = "#2563eb", "#f59e0b"
 WIDTH_IN, HEIGHT_IN, DPI = 9.0, 3.6, 110
 MAX_POINTS = 240
 """Of a line over time; more are averaged."""
+IDLE_GAPS, IDLE_SHARE = 10, 1 / 30
+"""A replica without a step for longer than so many usual gaps, and so much of the run, is idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ def _over_time(runs: Sequence[Run], name: str, title: str, series: Series) -> Ch
         return None
     for number, run, (times_s, values) in drawn:
         axes.plot(times_s, values, color=_colour(number), label=run.label, linewidth=1.2)
-    axes.set_ylim(bottom=0)
+    # A line of zeros stands on an axis of whole numbers.
+    axes.set_ylim(bottom=0, top=max(1.0, axes.get_ylim()[1]))
     axes.set_xlim(left=0)
     return _chart(figure, axes, f"time_{name}", f"{title} over time")
 
@@ -119,7 +122,7 @@ def _composition(run: Run, number: int) -> Chart | None:
     # Apart, for a prompt has a hundred times the tokens of a decode.
     upper, lower = figure.subplots(2, 1, sharex=True)
     for axes, kind, colour in ((upper, "decode", DECODE), (lower, "prefill", PREFILL)):
-        times_s, tokens = _averaged(steps["time_s"], steps[f"num_{kind}_tokens"])
+        times_s, tokens = _with_idle(steps["time_s"], steps[f"num_{kind}_tokens"])
         axes.fill_between(times_s, tokens, color=colour, alpha=0.85, label=kind, linewidth=0)
         _dress(axes, "", f"{kind} tokens")
         axes.set_xlim(left=0)
@@ -167,6 +170,9 @@ def _by_replicas(run: Run, number: int, metric: str) -> Chart | None:
         axes.plot(*zip(*sorted(points), strict=True), "o-", color=_colour(place), label=name)
     axes.set_yscale("log")
     _write_plainly(axes.yaxis)
+    tried = [num_replicas for points in lines.values() for num_replicas, _ in points]
+    axes.set_xlim(min(tried) - 0.5, max(tried) + 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _mark_bounds(axes.axhline, [run], metric)
     return _chart(figure, axes, f"replicas_{metric}_{number}", title)
 
@@ -193,9 +199,31 @@ def _num_open(run: Run) -> tuple[Sequence[float], Sequence[float]] | None:
 def _steps(field: str, scale: float = 1.0) -> Series:
     def series(run: Run) -> tuple[Sequence[float], Sequence[float]] | None:
         steps = run.part("steps")
-        return _averaged(steps["time_s"], np.asarray(steps[field]) * scale) if steps else None
+        return _with_idle(steps["time_s"], np.asarray(steps[field]) * scale) if steps else None
 
     return series
+
+
+def _with_idle(
+    times_s: Sequence[float], values: Iterable[float]
+) -> tuple[Sequence[float], Sequence[float]]:
+    """As `_averaged`, and 0 where there were no steps for long: a line from the last step before to
+    the first one after would say that something ran.
+    """
+    times = np.asarray(times_s, dtype=float)
+    if len(times) < 2:
+        return _averaged(times, values)
+    gaps = np.diff(times)
+    span_s = float(times[-1] - times[0])
+    longest = max(IDLE_GAPS * float(np.median(gaps)), span_s * IDLE_SHARE)
+    # Beside the points that stand for a span around them, not between those.
+    edge_s = span_s / MAX_POINTS
+    places = np.flatnonzero(gaps > longest)
+    found_s, found = _averaged(times, values)
+    ends = [(times[place] + edge_s, times[place + 1] - edge_s) for place in places]
+    zeros = [(float(end_s), 0.0) for pair in ends for end_s in pair]
+    points = sorted([*zip(found_s, found, strict=True), *zeros])
+    return [time_s for time_s, _ in points], [value for _, value in points]
 
 
 def _averaged(

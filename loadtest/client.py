@@ -48,6 +48,7 @@ class Target:
         headers: sent with each request.
         extra_body: fields added to each body; they win over those of the client.
         ignores_eos: whether answers always have `max_tokens` tokens.
+        verifies_tls: whether the certificate of an https server has to be good.
         has_running_usage: whether each event shall tell the number of tokens so far.
         timeout_s: from sending to the end of the answer.
     """
@@ -59,6 +60,7 @@ class Target:
     headers: Mapping[str, str] = field(default_factory=dict)
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     ignores_eos: bool = False
+    verifies_tls: bool = True
     has_running_usage: bool = True
     timeout_s: float = 3600.0
 
@@ -138,7 +140,9 @@ class Client:
         if self.target.api_key is not None:
             headers["Authorization"] = f"Bearer {self.target.api_key}"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=IDLE_CONNECTION_S, ssl=self.target.verifies_tls
+            ),
             timeout=aiohttp.ClientTimeout(total=self.target.timeout_s),
             headers=headers,
         )

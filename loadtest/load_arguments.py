@@ -1,20 +1,17 @@
 """The flags of `bench load`, named as `vllm bench serve` names them, and what they come to.
 
-Owns the flags, their defaults and which of them exclude each other. Reads no file and asks no
-server.
+Owns what is sent, when, and what is told of it: the flags, their defaults and which of them exclude
+each other. Those of the server are `target_arguments`'. Reads no file and asks no server.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from loadtest.client import Target
 from loadtest.measures import Slo
@@ -22,14 +19,10 @@ from loadtest.mix_arguments import add_mix_arguments, mix_of
 from loadtest.prompts import parse_languages
 from loadtest.send_times import RampStrategy, RampUp
 from loadtest.synthetic import Mix
+from loadtest.target_arguments import ArgumentsError, add_target_arguments, pairs_of, target_of
 from loadtest.trace_changes import TraceChanges, add_scale_arguments, changes_of
 
 DEFAULT_NUM_PROMPTS = 1000
-API_KEY_VARIABLE = "OPENAI_API_KEY"
-
-
-class ArgumentsError(ValueError):
-    """Flags that do not go together; the message is one line and says what to change."""
 
 
 class Dataset(str, Enum):
@@ -41,6 +34,8 @@ class Dataset(str, Enum):
     SYNTHETIC = "synthetic"
 
 
+DATASETS = {**{kind.value: kind for kind in Dataset}, "timed_trace": Dataset.TRACE}
+"""By what they are called, also by `vllm bench serve`."""
 DRAWN = (Dataset.RANDOM, Dataset.SYNTHETIC)
 """Those that no file holds."""
 
@@ -56,6 +51,7 @@ class WorkloadSettings:
     num_prompts: int | None
     input_len: int
     output_len: int
+    prefix_len: int
     range_ratio: float
     mix: Mix
     changes: TraceChanges
@@ -78,7 +74,7 @@ class PaceSettings:
 
 @dataclass(frozen=True, slots=True)
 class ResultSettings:
-    """What is told of it, and where it is kept."""
+    """What is told of it, and where it is kept. `label` None: that of the backend."""
 
     slo: Slo
     metrics: tuple[str, ...]
@@ -87,16 +83,20 @@ class ResultSettings:
     is_detailed: bool
     directory: Path
     filename: str | None
-    label: str
+    label: str | None
     metadata: dict[str, str]
+    shows_progress: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """All of one run. `model` None: the first one that the server serves."""
+    """All of one run. `model` None: the first one that the server serves. `ready_s`: so long it is
+    waited for a server that is yet to start.
+    """
 
     target: Target
     model: str | None
+    ready_s: float
     workload: WorkloadSettings
     pace: PaceSettings
     result: ResultSettings
@@ -111,33 +111,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_result_arguments(parser)
 
 
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is asked."""
-    group = parser.add_argument_group("server")
-    group.add_argument("--base-url", default="http://127.0.0.1:8000")
-    group.add_argument(
-        "--endpoint",
-        default="/v1/completions",
-        help="one that ends in /chat/completions is asked in chats",
-    )
-    group.add_argument("--model", help="by default the first that the server serves")
-    group.add_argument("--ignore-eos", action="store_true", help="answers of full length")
-    group.add_argument("--extra-body", default="{}", help="JSON object, added to each body")
-    group.add_argument("--timeout-s", type=float, default=3600.0, help="of one request")
-
-
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     """What is sent."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--dataset-name", choices=[kind.value for kind in Dataset], default="random")
+    group.add_argument("--dataset-name", choices=[*DATASETS], default="random")
     group.add_argument("--dataset-path", type=Path, help="of a trace or a table of lengths")
     group.add_argument(
         "--num-prompts",
         type=int,
         help=f"by default all of a trace, else {DEFAULT_NUM_PROMPTS}",
     )
-    group.add_argument("--random-input-len", type=int, default=1024, help="prompt tokens")
-    group.add_argument("--random-output-len", type=int, default=128, help="output tokens")
+    group.add_argument(
+        "--random-input-len", "--input-len", type=int, default=1024, help="prompt tokens"
+    )
+    group.add_argument(
+        "--random-output-len", "--output-len", type=int, default=128, help="output tokens"
+    )
+    group.add_argument(
+        "--random-prefix-len",
+        type=int,
+        default=0,
+        help="tokens before them that all prompts share, with --tokenizer",
+    )
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share"
     )
@@ -186,7 +181,10 @@ def _add_result_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--result-dir", type=Path, default=Path())
     group.add_argument("--result-filename")
-    group.add_argument("--label", default="chunkserve", help="begins the file's name")
+    group.add_argument(
+        "--label", help="begins the file's name, and names the run in reports; else the backend's"
+    )
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     group.add_argument("--metadata", nargs="*", default=[], metavar="KEY=VALUE")
 
 
@@ -198,36 +196,18 @@ def settings_of(arguments: argparse.Namespace) -> LoadSettings:
         MeasuresError: the SLO cannot be read.
         SendTimesError: a rate of the ramp-up is not above 0.
     """
-    for name in ("max_concurrency", "timeout_s"):
-        value = getattr(arguments, name)
-        if value is not None and not value > 0:
-            raise ArgumentsError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    if arguments.max_concurrency is not None and arguments.max_concurrency < 1:
+        raise ArgumentsError(f"--max-concurrency must be above 0, not {arguments.max_concurrency}")
     if arguments.num_warmups < 0:
         raise ArgumentsError("--num-warmups must not be negative")
     return LoadSettings(
         target=target_of(arguments),
         model=arguments.model,
+        ready_s=arguments.ready_check_timeout_sec,
         workload=workload_of(arguments),
         pace=_pace_of(arguments),
         result=_result_of(arguments),
         num_warmups=arguments.num_warmups,
-    )
-
-
-def target_of(arguments: argparse.Namespace) -> Target:
-    """The target, whose model the server is yet to confirm.
-
-    Raises:
-        ArgumentsError: the extra body is no JSON object.
-    """
-    return Target(
-        base_url=arguments.base_url,
-        endpoint="/" + arguments.endpoint.lstrip("/"),
-        model=arguments.model or "",
-        api_key=os.environ.get(API_KEY_VARIABLE),
-        extra_body=_json_object(arguments.extra_body),
-        ignores_eos=arguments.ignore_eos,
-        timeout_s=arguments.timeout_s,
     )
 
 
@@ -239,9 +219,11 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
         TraceError: no mix is of these shares, or a block has no token.
         PromptError: a language is not known.
     """
-    dataset = Dataset(arguments.dataset_name)
+    dataset = DATASETS[arguments.dataset_name]
     if dataset not in DRAWN and arguments.dataset_path is None:
         raise ArgumentsError(f"--dataset-name {dataset.value} needs a file: give --dataset-path")
+    if arguments.random_prefix_len and arguments.tokenizer is None:
+        raise ArgumentsError("--random-prefix-len needs --tokenizer: plain words share nothing")
     changes = changes_of(arguments)
     if dataset in DRAWN and changes != TraceChanges(seed=arguments.seed):
         raise ArgumentsError(
@@ -254,6 +236,7 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
         num_prompts=arguments.num_prompts,
         input_len=arguments.random_input_len,
         output_len=arguments.random_output_len,
+        prefix_len=arguments.random_prefix_len,
         range_ratio=arguments.random_range_ratio,
         mix=mix_of(arguments),
         changes=changes,
@@ -264,7 +247,7 @@ def workload_of(arguments: argparse.Namespace) -> WorkloadSettings:
 
 
 def _pace_of(arguments: argparse.Namespace) -> PaceSettings:
-    dataset = Dataset(arguments.dataset_name)
+    dataset = DATASETS[arguments.dataset_name]
     has_times = dataset is Dataset.TRACE
     ramp_up = _ramp_up_of(arguments)
     has_rate = arguments.request_rate is not None or ramp_up is not None
@@ -299,10 +282,6 @@ def _ramp_up_of(arguments: argparse.Namespace) -> RampUp | None:
 
 
 def _result_of(arguments: argparse.Namespace) -> ResultSettings:
-    pairs = [entry.partition("=") for entry in arguments.metadata]
-    for key, equals, _ in pairs:
-        if not (key and equals):
-            raise ArgumentsError(f"--metadata takes KEY=VALUE, not {key!r}")
     return ResultSettings(
         slo=Slo.parse(arguments.goodput),
         metrics=_names(arguments.percentile_metrics),
@@ -312,7 +291,8 @@ def _result_of(arguments: argparse.Namespace) -> ResultSettings:
         directory=arguments.result_dir,
         filename=arguments.result_filename,
         label=arguments.label,
-        metadata={key: value for key, _, value in pairs},
+        metadata=pairs_of("--metadata", arguments.metadata),
+        shows_progress=not arguments.disable_tqdm,
     )
 
 
@@ -325,13 +305,3 @@ def _numbers(text: str) -> tuple[float, ...]:
         return tuple(float(number) for number in _names(text))
     except ValueError as error:
         raise ArgumentsError(f"--metric-percentiles takes numbers, not {text!r}") from error
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = None
-    if not isinstance(value, dict):
-        raise ArgumentsError(f"--extra-body takes a JSON object, not {text!r}")
-    return value

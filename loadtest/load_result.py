@@ -11,12 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from loadtest.client import Target
 from loadtest.load_arguments import LoadSettings, ResultSettings
 from loadtest.load_tally import TallySnapshot
 from loadtest.measures import DEFINITIONS, result_json
 from loadtest.provenance import command_line, describe_machine
 from loadtest.report_data import report_section
 from loadtest.stream_reader import TokenCount
+from loadtest.timeline import TimelineCounts
 
 MIN_LAG_MS = 5.0
 MAX_LAG_SHARE = 0.1
@@ -60,12 +62,12 @@ def result_of(settings: LoadSettings, tally: TallySnapshot, state: RunState) -> 
         settings.pace,
         settings.result,
     )
-    endpoint_type = "openai-chat" if target.is_chat else "openai"
+    backend = _backend_of(target)
     ramp_up = pace.ramp_up
     head: Json = {
         "date": state.date,
-        "endpoint_type": endpoint_type,
-        "backend": endpoint_type,
+        "endpoint_type": backend,
+        "backend": backend,
         "label": result.label,
         "model_id": target.model,
         "tokenizer_id": workload.tokenizer,
@@ -87,12 +89,25 @@ def result_of(settings: LoadSettings, tally: TallySnapshot, state: RunState) -> 
     return {
         **head,
         "self_timed": pace.is_self_timed,
+        "ignore_eos": target.ignores_eos,
         "interrupted": state.is_interrupted,
         **result_json(tally.summary, metrics, result.percentiles),
+        **_peaks(tally.timeline),
         "first_faults": dict(tally.first_faults),
         "tokens_counted_by": dict(tally.counted_by),
         "definitions": DEFINITIONS,
         "report": report_section(tally.summary, tally.timeline),
+    }
+
+
+def _peaks(timeline: TimelineCounts) -> Json:
+    """Of a second, or of a bin of the timeline where those have grown longer."""
+    num_bins = max(1, round(1.0 / timeline.bin_s))
+    tokens = timeline.num_output_tokens
+    sums = [sum(tokens[start : start + num_bins]) for start in range(0, len(tokens), num_bins)]
+    return {
+        "max_output_tokens_per_s": max(sums, default=0) / (num_bins * timeline.bin_s),
+        "max_concurrent_requests": timeline.max_open,
     }
 
 
@@ -108,8 +123,17 @@ def file_name(settings: LoadSettings, date: str) -> str:
     pace = settings.pace
     concurrency = "" if pace.max_concurrency is None else f"-concurrency{pace.max_concurrency}"
     model = settings.target.model.rsplit("/", 1)[-1]
-    rate = f"{pace.request_rate:g}qps"
-    return f"{settings.result.label}-{rate}{concurrency}-{model}-{date}.json"
+    rate = f"{pace.request_rate}qps"
+    if pace.ramp_up is not None:
+        ramp_up = pace.ramp_up
+        ends = f"{ramp_up.start_rps:g}qps-{ramp_up.end_rps:g}qps"
+        rate = f"ramp-up-{ramp_up.strategy.value}-{ends}"
+    label = settings.result.label or _backend_of(settings.target)
+    return f"{label}-{rate}{concurrency}-{model}-{date}.json"
+
+
+def _backend_of(target: Target) -> str:
+    return "openai-chat" if target.is_chat else "openai"
 
 
 # --- for a person ---------------------------------------------------------------------------------

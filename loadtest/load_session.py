@@ -95,7 +95,8 @@ class LoadSession:
         )
 
     async def _run_load(self, client: Client) -> None:
-        with _progress(self._load.num_planned) as bar:
+        is_hidden = None if self._settings.result.shows_progress else True
+        with _progress(self._load.num_planned, is_hidden) as bar:
             run = LoadRun(client, lambda ended: self._end(ended, bar), self._max_concurrency)
             self._start_s = time.monotonic()
             sending = asyncio.ensure_future(run.run(self._load.planned))
@@ -178,9 +179,9 @@ class LoadSession:
             yield log
 
 
-def _progress(num_requests: int) -> Any:
+def _progress(num_requests: int, is_hidden: bool | None) -> Any:
     # None: shown where standard error is a terminal.
-    return tqdm(total=num_requests, unit="req", file=sys.stderr, disable=None, smoothing=0.05)
+    return tqdm(total=num_requests, unit="req", file=sys.stderr, disable=is_hidden, smoothing=0.05)
 
 
 @contextmanager

@@ -44,10 +44,11 @@ def read_requests(settings: WorkloadSettings) -> ScaledTrace:
                 num_prompts,
                 settings.input_len,
                 settings.output_len,
+                settings.prefix_len,
                 settings.range_ratio,
                 settings.seed,
             )
-            return ScaledTrace(lengths, HASH_BLOCK_TOKENS)
+            return ScaledTrace(lengths, settings.prefix_len or HASH_BLOCK_TOKENS)
         case Dataset.SYNTHETIC:
             mixed = synthesize(settings.mix, num_prompts, math.inf, seed=settings.seed)
             return ScaledTrace(mixed, HASH_BLOCK_TOKENS)

@@ -32,6 +32,7 @@ class RandomLengths:
         num_requests: how many.
         input_len: prompt tokens.
         output_len: output tokens.
+        prefix_len: prompt tokens before `input_len`, the same for all: block 0 of each.
         range_ratio: lengths are drawn evenly from (1 ± range_ratio) times these.
         seed: of the lengths.
 
@@ -42,12 +43,15 @@ class RandomLengths:
     num_requests: int
     input_len: int
     output_len: int
+    prefix_len: int = 0
     range_ratio: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
         if min(self.num_requests, self.input_len, self.output_len) < 1:
             raise WorkloadError("numbers of prompts and lengths must be at least 1")
+        if self.prefix_len < 0:
+            raise WorkloadError(f"the prefix must have 0 or more tokens, not {self.prefix_len}")
         if not 0.0 <= self.range_ratio < 1.0:
             raise WorkloadError(f"the range ratio must be in [0, 1), not {self.range_ratio:g}")
 
@@ -59,10 +63,10 @@ class RandomLengths:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         chance = random.Random(self.seed)
+        hash_ids = (0,) if self.prefix_len else ()
         for _ in range(self.num_requests):
-            yield TraceRequest(
-                0.0, self._draw(chance, self.input_len), self._draw(chance, self.output_len)
-            )
+            input_length = self.prefix_len + self._draw(chance, self.input_len)
+            yield TraceRequest(0.0, input_length, self._draw(chance, self.output_len), hash_ids)
 
     def _draw(self, chance: random.Random, length: int) -> int:
         spread = int(length * self.range_ratio)

@@ -12,17 +12,15 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from pydantic import ValidationError
-
-from deployments.config import CacheConfig, SchedulerConfig, ServiceConfig, load_service_config
-from deployments.execution.cost_model import CostModel, cost_model_names
+from deployments.execution.cost_model import cost_model_names
 from loadtest.arrivals import arriving_at
 from loadtest.block_scale import ScaledTrace
 from loadtest.converters import open_trace
-from loadtest.measures import DEFINITIONS, Slo, result_json
+from loadtest.measures import DEFINITIONS, result_json
 from loadtest.policies import POLICIES
 from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.report_data import report_section
+from loadtest.sim_config import describe_fleet
 from loadtest.simulate import ROUTINGS, FleetConfig, SimResult, SimulationError, simulate
 from loadtest.trace_changes import add_scale_arguments, changes_of, first_requests
 
@@ -34,6 +32,14 @@ SCHEDULER_KEYS = (
     "overlap_ratio",
     "max_num_waiting",
 )
+FLEET_KEYS = (
+    "cost_model",
+    "replicas",
+    "policy",
+    "routing",
+    "slo",
+    "max_model_len",
+)
 CACHE_KEYS = ("block_size", "num_blocks")
 PERCENTILES = (50, 90, 99)
 TABLE = ("ttft", "tpot", "itl", "e2el")
@@ -44,13 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", help="Mooncake JSONL, Azure, BurstGPT or lengths CSV")
     parser.add_argument(
         "--cost-model",
-        required=True,
         help=f"a file, or one of: {', '.join(cost_model_names())}",
     )
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--policy", choices=list(POLICIES), default="chunked")
-    parser.add_argument("--routing", choices=ROUTINGS, default="prefix")
-    parser.add_argument("--slo", nargs="+", default=[], help="of a good request: ttft:300 itl:50")
+    parser.add_argument("--replicas", type=int, help="1 if no config says more")
+    parser.add_argument("--policy", choices=list(POLICIES), help="chunked by default")
+    parser.add_argument("--routing", choices=ROUTINGS, help="prefix by default")
+    parser.add_argument("--slo", nargs="+", help="of a good request: ttft:300 itl:50")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-result", type=Path, help="write it as JSON, for reports")
     parser.add_argument("--label", help="what reports call it; else the file's name")
@@ -69,12 +74,14 @@ def add_trace_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_replica_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--config", type=Path, help="scheduler and cache of this service")
+    group.add_argument(
+        "--config", type=Path, help="a fleet such as configs/sim.yaml, or the file of a service"
+    )
     for key in (*SCHEDULER_KEYS, *CACHE_KEYS):
         kind = float if key in ("batch_timeout_ms", "overlap_ratio") else int
         group.add_argument(f"--{key.replace('_', '-')}", type=kind, help="instead of the config's")
     group.add_argument("--no-prefix-caching", action="store_true")
-    group.add_argument("--max-model-len", type=int, default=131_072)
+    group.add_argument("--max-model-len", type=int)
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -121,29 +128,13 @@ def fleet_of(arguments: argparse.Namespace) -> FleetConfig:
         CostModelError: there is no such cost model.
         SimulationError: the settings do not fit together.
     """
-    config = ServiceConfig() if arguments.config is None else load_service_config(arguments.config)
-    scheduler = _given(arguments, SCHEDULER_KEYS)
     cache = _given(arguments, CACHE_KEYS)
     if arguments.no_prefix_caching:
         cache["enable_prefix_caching"] = False
-    try:
-        return FleetConfig(
-            cost_model=CostModel.load(arguments.cost_model),
-            num_replicas=arguments.replicas,
-            scheduler=SchedulerConfig(**{**config.scheduler.model_dump(), **scheduler}),
-            cache=CacheConfig(**{**config.cache.model_dump(), **cache}),
-            routing=arguments.routing,
-            balance_factor=config.pool.routing.balance_factor,
-            policy=arguments.policy,
-            max_model_len=arguments.max_model_len,
-            slo=Slo.parse(arguments.slo),
-            seed=arguments.seed,
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        raise SimulationError(f"{place}: {message}" if place else message) from error
+    options = _given(arguments, FLEET_KEYS)
+    parts = {"scheduler": _given(arguments, SCHEDULER_KEYS), "cache": cache}
+    fleet = describe_fleet(arguments.config, {**options, **parts}).fleet()
+    return replace(fleet, seed=arguments.seed)
 
 
 def _given(arguments: argparse.Namespace, keys: Sequence[str]) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class RunningDecodes:
     def find_num_steps(self, most: int) -> int:
         """For how many steps, up to `most`, blocks suffice and nobody ends before the last."""
         num_free = self._kv.num_free_blocks
+        if num_free < len(self._members) * self._kv.num_blocks_for(most):
+            most = min(most, self._block_size)  # whoever needs two blocks is told of one so far
         for step in range(self._num_steps, self._num_steps + most):
             num_free -= len(self._needing_block.get(step, ()))
             if num_free < 0:

@@ -6,6 +6,8 @@ result of nothing but errors.
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import dataclass, replace
 
 from loadtest.client import CANNOT_CONNECT, CONNECTION_REFUSED, Answer, Ask, Client, Target
@@ -13,6 +15,7 @@ from loadtest.stream_reader import NOT_OPENAI, AnswerFault
 
 MODELS_PATH = "/v1/models"
 MAX_NAMES = 5
+READY_POLL_S = 1.0
 
 
 class TargetError(ValueError):
@@ -30,6 +33,30 @@ class CheckedTarget:
 
     target: Target
     num_prompt_tokens: int | None
+
+
+async def wait_for_target(
+    target: Target, model: str | None, ask: Ask, ready_s: float
+) -> CheckedTarget:
+    """As `check_target`, again and again until the server is fit or the time is over.
+
+    Args:
+        target: what is to be measured.
+        model: the name to send; None: the first that the server serves.
+        ask: a request as the load will send them.
+        ready_s: so long it may take; 0: the first answer counts.
+
+    Raises:
+        TargetError: the last one.
+    """
+    deadline_s = time.monotonic() + ready_s
+    while True:
+        try:
+            return await check_target(target, model, ask)
+        except TargetError:
+            if time.monotonic() >= deadline_s:
+                raise
+        await asyncio.sleep(READY_POLL_S)
 
 
 async def check_target(target: Target, model: str | None, ask: Ask) -> CheckedTarget:
@@ -51,6 +78,12 @@ async def check_target(target: Target, model: str | None, ask: Ask) -> CheckedTa
         # `continuous_usage_stats` is vLLM's; servers that are strict about fields refuse it.
         target = replace(target, has_running_usage=False)
         answer = await _answer_to(target, ask)
+    if answer.fault is not None and _is_refusal_of_a_field(answer) and target.ignores_eos:
+        detail = " ".join(str(answer.fault).split())
+        raise TargetError(
+            f"{target.url(target.endpoint)} refuses a first request: {answer.fault.kind} "
+            f"({detail}); if it is for ignore_eos, give --no-ignore-eos"
+        )
     if answer.fault is not None:
         raise _error_of(target, target.endpoint, answer.fault)
     return CheckedTarget(target, answer.streamed.num_prompt_tokens if answer.streamed else None)

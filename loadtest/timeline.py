@@ -33,6 +33,13 @@ class TimelineCounts:
     num_output_tokens: Sequence[int]
 
     @property
+    def max_open(self) -> int:
+        """The most requests that were open at once, those that came and ended in a bin together."""
+        before = [0, *self.num_open[:-1]]
+        together = (num + came for num, came in zip(before, self.num_arrived, strict=False))
+        return max(together, default=0)
+
+    @property
     def num_open(self) -> list[int]:
         """Requests that had arrived and not ended, at the end of each bin."""
         difference = np.subtract(self.num_arrived, self.num_ended)

@@ -108,8 +108,9 @@ def _with_usage(body: Json, head: AnswerHead) -> Json:
     return body | {"usage": None} if head.includes_usage else body
 
 
-def _with_usage_so_far(body: Json, head: AnswerHead, usage: Usage) -> Json:
-    return body | {"usage": usage_json(usage)} if head.includes_usage_so_far else body
+def _with_usage_so_far(body: Json, head: AnswerHead, answer: Answer) -> Json:
+    # Not counted up unless it is asked for: that would be a tenth of an event's cost.
+    return body | {"usage": usage_json(answer.usage)} if head.includes_usage_so_far else body
 
 
 def _with_sampled(logprobs: TokenLogprobs) -> tuple[tuple[int, float], ...]:
@@ -277,8 +278,8 @@ async def events(
             if choice.index not in opened:
                 opened.add(choice.index)
                 for chunk in shape.opening(head, choice.index):
-                    yield _event(_with_usage_so_far(chunk, head, answer.usage))
-            yield _event(_with_usage_so_far(shape.chunk(head, choice), head, answer.usage))
+                    yield _event(_with_usage_so_far(chunk, head, answer))
+            yield _event(_with_usage_so_far(shape.chunk(head, choice), head, answer))
             choice = await anext(answer, None)
         if head.includes_usage:
             yield _event(shape.usage_chunk(head, answer.usage))

@@ -37,6 +37,10 @@ EXAMPLES = """examples:
   chunkserve simulate trace.jsonl --cost-model h100-llama3-8b --replicas 8
 """
 BENCH_MODULES = {
+    "peers": (
+        "loadtest.bench_peers",
+        "this service beside vLLM, llama.cpp, transformers and Ray's own, in one run",
+    ),
     "load": (
         "loadtest.bench_load",
         "latencies of any OpenAI-compatible server, with the flags of vllm bench serve",
@@ -49,9 +53,9 @@ BENCH_MODULES = {
         "loadtest.bench_chunking",
         "short requests beside long ones, chunked prefill on and off",
     ),
-    "peers": (
-        "loadtest.bench_peers",
-        "this service beside vLLM, llama.cpp, transformers and Ray's own, in one run",
+    "forward": (
+        "loadtest.bench_forward",
+        "the model's steps alone, beside what the machine can read and multiply",
     ),
     "quality": (
         "loadtest.bench_quality",
@@ -322,29 +326,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Bad input ends in one line that says what to
     change.
     """
-    arguments = build_parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s"
-    )
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        return int(arguments.run(arguments))
+        return _run(argv)
     except OSError as error:
         print(f"error: {_told(error)}", file=sys.stderr)
         return 2
     except ValueError as error:  # of ours: ConfigError, RequestRefused and their like
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # also while a command is imported
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except RuntimeError as error:
-        if (
-            type(error) is RuntimeError
-        ):  # a fault of ours or of a library: its trace is worth something
+        if type(error) is RuntimeError:
+            # A fault of ours or of a library: its trace is worth something.
             raise
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    arguments = build_parser().parse_args(argv)
+    logging.basicConfig(
+        level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s"
+    )
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return int(arguments.run(arguments))
 
 
 def _told(error: OSError) -> str:

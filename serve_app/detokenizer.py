@@ -86,7 +86,9 @@ class IncrementalDetokenizer:
         return self._emit(self._decode(len(self._ids)), len(self._ids))
 
     def _emit(self, text: str, num_read: int) -> str:
-        shown = os.path.commonprefix([self._decode(self._num_read), text])
+        shown = self._decode(self._num_read)
+        if not text.startswith(shown):
+            shown = os.path.commonprefix([shown, text])
         delta = text[len(shown) :]
         if delta or num_read - self._num_read > self.MAX_HELD_TOKENS:
             # What was read becomes the context of what comes next; what was context has done its

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-COST_MODELS_DIR = Path(__file__).parents[2] / "configs" / "cost_models"
+COST_MODELS_DIR = Path(__file__).parent / "cost_models"
+"""In the package, so that an installed one has them; `configs/cost_models` is a link to it."""
 
 
 class CostModelError(ValueError):

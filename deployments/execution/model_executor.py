@@ -17,6 +17,7 @@ from deployments.engine.outputs import (
     OutOfDeviceMemory,
     SchedulerOutput,
 )
+from deployments.execution import surgery
 from deployments.execution.attention.choice import choose_backend
 from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.compiled_linear import find_linear_kernel
@@ -43,6 +44,7 @@ from deployments.execution.prompt_logprobs import read_prompt_logprobs
 from deployments.execution.quantized import quantize_linears, restore_kept_linears
 from deployments.execution.quantized_products import choose_products
 from deployments.execution.sampler import Sampler
+from deployments.execution.small_ops import find_small_ops
 from deployments.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class ModelExecutor:
         try:
             self._prepare(loaded, config)
         except BaseException:
-            self._attention.restore()
+            self.close()
             raise
 
     def _prepare(self, loaded: LoadedModel, config: ServiceConfig) -> None:
@@ -84,10 +86,9 @@ class ModelExecutor:
         kernel_cache = cache_root(config.model)
         backend = choose_backend(config.execution, specs, dtype, device, kernel_cache)
         answers = eager_answers(model, self._attention, specs, loaded.max_model_len)
-        # In between, so that the prepacked weights are checked as well.
+        # In between, so that what is replaced is checked as well.
         if device.type == "cpu" and config.execution.prepack_weights:
-            kernel = find_linear_kernel(config.execution.compile_kernels, kernel_cache)
-            prepack_linears(model, num_free_bytes(device), kernel)
+            self._reshape_for_cpu(loaded, config)
         check_against_eager(model, self._attention, backend, specs, answers, block_size)
         num_blocks = num_blocks_that_fit(
             num_free_bytes(device),
@@ -111,6 +112,15 @@ class ModelExecutor:
             block_size=block_size,
             eos_token_ids=loaded.eos_token_ids,
         )
+
+    def _reshape_for_cpu(self, loaded: LoadedModel, config: ServiceConfig) -> None:
+        compiles, cache = config.execution.compile_kernels, cache_root(config.model)
+        model = loaded.model
+        surgery.operate(
+            model, lambda: probe_layers(model, self._attention), find_small_ops(compiles, cache)
+        )
+        kernel = find_linear_kernel(compiles, cache)
+        prepack_linears(model, num_free_bytes(model.device), kernel)
 
     @classmethod
     def load(cls, config: ServiceConfig) -> ModelExecutor:
@@ -200,3 +210,4 @@ class ModelExecutor:
         self._attention.restore()
         restore_linears(self._loaded.model)
         restore_kept_linears(self._loaded.model)
+        surgery.undo(self._loaded.model)

@@ -9,7 +9,6 @@ beside any neighbours, after a preemption and after a restart.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -24,12 +23,23 @@ from deployments.execution.grammar import (
     GrammarStuck,
     NoGrammars,
 )
+from deployments.execution.penalties import apply_penalties
 from deployments.execution.prompt_logprobs import MIN_LOGPROB, NOT_FINITE, token_logprobs
 from deployments.execution.truncated_draw import draw_tokens
 from deployments.protocol import RequestRefused, SamplingParams, TokenLogprobs
 
 __all__ = ["MIN_LOGPROB", "Sampler"]
+_CACHED_BYTES = 2 * 2**20
 _NO_GRAMMARS = NoGrammars("this engine has no structured output")
+
+
+def _num_rows_at_once(logits: Tensor) -> int:
+    """On a CPU as many rows as its cache holds while one operation follows another: a step of
+    hundreds of rows reads memory once instead of once an operation. Elsewhere all.
+    """
+    if logits.device.type != "cpu":
+        return len(logits)
+    return max(1, _CACHED_BYTES // (4 * logits.shape[1]))
 
 
 def _has_edits(request: Request) -> bool:
@@ -63,45 +73,62 @@ class Sampler:
         A row that is not finite, or whose grammar leaves nothing, gives its request an error and
         leaves the others alone.
         """
-        if not requests:
-            return ModelOutput({})
-        logits = logits.float()
-        best, token_ids = logits.max(dim=-1)
+        found = ModelOutput({})
+        num_rows = _num_rows_at_once(logits)
+        for at in range(0, len(requests), num_rows):
+            some = slice(at, at + num_rows)
+            self._sample_some(logits[some], requests[some], found)
+        return found
+
+    def _sample_some(self, logits: Tensor, requests: Sequence[Request], found: ModelOutput) -> None:
+        """Add what a few rows come to."""
+        scores = logits.to(torch.float32, copy=True)
+        best, token_ids = scores.max(dim=-1)
         finite = torch.isfinite(best).tolist()
         errors = {row: NOT_FINITE for row, is_finite in enumerate(finite) if not is_finite}
-        edited = self._edit(logits, requests, errors)
+        edited = self._edit(scores, requests, errors)
+        if edited:
+            index = torch.tensor(edited, device=scores.device)
+            best[index], token_ids[index] = scores[index].max(dim=-1)
         sound = [row for row in range(len(requests)) if row not in errors]
+        drawn = [row for row in sound if not requests[row].sampling_params.is_greedy]
+        if len(drawn) == len(requests):
+            token_ids = draw_tokens(scores, best, requests)
+        elif drawn:
+            index = torch.tensor(drawn, device=scores.device)
+            token_ids[index] = draw_tokens(
+                scores[index], best[index], [requests[row] for row in drawn]
+            )
         chosen: list[int] = token_ids.tolist()
-        for row, edited_row in edited.items():
-            chosen[row] = int(edited_row.argmax())
-        _draw(logits, edited, requests, sound, chosen)
-        return ModelOutput(
-            token_ids={requests[row].request_id: chosen[row] for row in sound},
-            logprobs=_logprobs(logits, requests, sound, chosen),
-            errors={requests[row].request_id: message for row, message in errors.items()},
-        )
+        found.token_ids.update({requests[row].request_id: chosen[row] for row in sound})
+        found.logprobs.update(_logprobs(logits, requests, sound, chosen))
+        found.errors.update({requests[row].request_id: text for row, text in errors.items()})
 
     def _edit(
-        self, logits: Tensor, requests: Sequence[Request], errors: dict[int, str]
-    ) -> dict[int, Tensor]:
-        """Rows [vocab_size] with bias, penalties and masks applied, of the requests that ask for
-        any. A request whose grammar cannot go on joins `errors` instead.
+        self, scores: Tensor, requests: Sequence[Request], errors: dict[int, str]
+    ) -> list[int]:
+        """Apply bias, penalties and masks to the rows of `scores` [num_requests, vocab_size] whose
+        requests ask for any, and say which. A request whose grammar cannot go on joins `errors`
+        instead.
         """
-        edited: dict[int, Tensor] = {}
+        edited: list[int] = []
+        allowed_of: dict[int, Tensor | None] = {}
         for row, request in enumerate(requests):
             if row in errors:
                 continue
             try:
-                allowed = self._find_allowed(request, logits.device)
+                allowed = self._find_allowed(request, scores.device)
             except (GrammarStuck, RequestRefused) as error:
                 errors[row] = f"the output cannot follow its grammar: {error}"
                 continue
             if allowed is not None or _has_edits(request):
-                edited[row] = logits[row].clone()
-                _apply_bias(edited[row], request.sampling_params)
-                _apply_penalties(edited[row], request)
-                self._mask_endings(edited[row], request, allowed)
-                _apply_grammar(edited[row], allowed)
+                edited.append(row)
+                allowed_of[row] = allowed
+                _apply_bias(scores[row], request.sampling_params)
+        apply_penalties(scores, edited, [requests[row] for row in edited])
+        for row in edited:
+            self._mask_endings(scores[row], requests[row], allowed_of[row])
+            _apply_grammar(scores[row], allowed_of[row])
         return edited
 
     def _find_allowed(self, request: Request, device: torch.device) -> Tensor | None:
@@ -142,21 +169,6 @@ def _apply_grammar(logits: Tensor, allowed: Tensor | None) -> None:
         logits[allowed] = 0.0  # the model rules out all that is allowed: any of it is as good
 
 
-def _draw(
-    logits: Tensor,
-    edited: dict[int, Tensor],
-    requests: Sequence[Request],
-    sound: Sequence[int],
-    chosen: list[int],
-) -> None:
-    rows = [row for row in sound if not requests[row].sampling_params.is_greedy]
-    if rows:
-        of_rows = torch.stack([edited.get(row, logits[row]) for row in rows])
-        drawn = draw_tokens(of_rows, [requests[row] for row in rows])
-        for row, token_id in zip(rows, drawn, strict=True):
-            chosen[row] = token_id
-
-
 def _apply_bias(logits: Tensor, params: SamplingParams) -> None:
     if params.logit_bias:
         token_ids, biases = zip(*params.logit_bias, strict=True)
@@ -165,24 +177,6 @@ def _apply_bias(logits: Tensor, params: SamplingParams) -> None:
             torch.tensor(token_ids, device=logits.device),
             torch.tensor(biases, dtype=logits.dtype, device=logits.device),
         )
-
-
-def _apply_penalties(logits: Tensor, request: Request) -> None:
-    """Repetition over prompt and output (Keskar et al., CTRL, section 4.1); presence and frequency
-    over the output alone, as OpenAI defines them."""
-    params = request.sampling_params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(request.token_ids)), device=logits.device)
-        scores = logits[seen]
-        factor = params.repetition_penalty
-        logits[seen] = torch.where(scores > 0, scores / factor, scores * factor)
-    if params.presence_penalty == 0.0 and params.frequency_penalty == 0.0:
-        return
-    counts = Counter(request.token_ids[request.num_prompt_tokens :])
-    if counts:
-        token_ids = torch.tensor(list(counts), device=logits.device)
-        times = torch.tensor(list(counts.values()), dtype=logits.dtype, device=logits.device)
-        logits[token_ids] -= params.presence_penalty + params.frequency_penalty * times
 
 
 def _logprobs(
@@ -194,6 +188,6 @@ def _logprobs(
         request = requests[row]
         num_top = request.sampling_params.num_logprobs
         if num_top is not None:
-            logprobs = torch.log_softmax(logits[row : row + 1], dim=-1)
+            logprobs = torch.log_softmax(logits[row : row + 1].float(), dim=-1)
             [found[request.request_id]] = token_logprobs(logprobs, [chosen[row]], num_top)
     return found

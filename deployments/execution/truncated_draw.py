@@ -1,90 +1,162 @@
 """Draws tokens from rows of logits under temperature, top_k, top_p and min_p, without sorting the
 vocabulary.
 
-Where only a temperature is asked for, the draw is one inverse CDF over the whole row. Otherwise the
-row's largest NUM_CANDIDATES logits are taken in order; they hold everything that may be drawn
-unless top_p is not yet reached or top_k is larger, and only such rows are sorted whole.
+Each row goes the cheapest way that its own parameters allow, whatever its neighbours ask for:
+
+    temperature alone     inverse CDF over the row, by blocks of its weights
+    top_k                 its largest logits alone, in order
+    top_p, min_p          its largest NUM_CANDIDATES logits and the sum of all weights; the row is
+                          sorted whole only where a token beyond the candidates may be drawn
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deployments.engine.request import Request
 from deployments.protocol import SamplingParams
 
 NUM_CANDIDATES = 256
+_WHOLE_ROW = 0
+"""Stands for the number of candidates of a row that is not cut."""
 _MIN_TEMPERATURE = torch.finfo(torch.float32).tiny
 """Smaller ones would be 0 in float32, and the best token's 0 / 0 no number."""
+_BLOCK_SIZE = 256
+"""Weights are summed by so many: a running sum of all is several times slower than sums of
+blocks."""
 _MASK_64 = (1 << 64) - 1
 _UNIFORM_BITS = 23
 """As many as fit a float32 below 1 exactly, so that a draw never lands on the far end of a CDF."""
+_BELOW_ONE = 1.0 - 2.0**-_UNIFORM_BITS
 
 
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on the seed and the index of the output token alone.
+def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float32]:
+    """Numbers in [0, 1), float32, each of which depends on its seed and the index of its output
+    token alone.
 
     Two rounds of SplitMix64's finaliser (Steele et al., OOPSLA'14) over both.
     """
-    state = seed & _MASK_64
-    for step in (index, 0x9E3779B97F4A7C15):
-        state = (state + (step + 1) * 0x9E3779B97F4A7C15) & _MASK_64
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
-        state ^= state >> 31
-    return (state >> (64 - _UNIFORM_BITS)) / (1 << _UNIFORM_BITS)
+    state = np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64)
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    # Unsigned 64-bit arithmetic wraps around, as the algorithm wants it.
+    for step in (np.array(indices, dtype=np.uint64), gamma):
+        state = state + (step + np.uint64(1)) * gamma
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    numbers: NDArray[np.float32] = (state >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float32)
+    numbers /= np.float32(1 << _UNIFORM_BITS)
+    return numbers
 
 
-def draw_tokens(logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    """One token id for each row of `logits` [num_rows, vocab_size], fp32, none of them greedy."""
-    device = logits.device
-    params = [request.sampling_params for request in requests]
-    temperatures = torch.tensor(
-        [max(p.temperature, _MIN_TEMPERATURE) for p in params], device=device
-    )
-    # A temperature next to 0 must not overflow: what counts is each logit's distance from the best.
-    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperatures[:, None]
-    draws = torch.tensor([uniform(r.seed, r.num_output_tokens) for r in requests], device=device)
-    chosen = torch.empty(len(requests), dtype=torch.int64, device=device)
-    is_truncated = [p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params]
-    plain = torch.tensor([i for i, cut in enumerate(is_truncated) if not cut], dtype=torch.int64)
-    cut = torch.tensor([i for i, cut in enumerate(is_truncated) if cut], dtype=torch.int64)
-    if len(plain):
-        weights = torch.softmax(scaled[plain], dim=-1)
-        chosen[plain] = _inverse_cdf(weights, draws[plain])
-    if len(cut):
-        chosen[cut] = _draw_truncated(scaled[cut], draws[cut], [requests[i] for i in cut.tolist()])
-    return chosen.tolist()
+def draw_tokens(logits: Tensor, best: Tensor, requests: Sequence[Request]) -> Tensor:
+    """One token id for each row, [num_rows], int64; none of the rows is greedy.
 
-
-def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
-    """The index at which the running sum of `weights` [num_rows, n] passes the share `draws`
-    [num_rows].
+    Args:
+        logits: [num_rows, vocab_size], fp32; used up.
+        best: [num_rows], the largest logit of each row.
+        requests: whose rows these are.
     """
-    cdf = weights.cumsum(dim=-1)
-    # Strictly above, so that an index of weight 0 is never taken.
-    return torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
+    device = logits.device
+    temperatures = [max(r.sampling_params.temperature, _MIN_TEMPERATURE) for r in requests]
+    numbers = uniforms([r.seed for r in requests], [r.num_output_tokens for r in requests])
+    # A temperature next to 0 must not overflow: what counts is each logit's distance from the best.
+    rows = _Rows(
+        logits,
+        best[:, None],
+        torch.tensor(temperatures, device=device)[:, None],
+        torch.from_numpy(numbers).to(device),
+    )
+    by_size: dict[int, list[int]] = defaultdict(list)
+    for row, request in enumerate(requests):
+        by_size[_num_candidates(request.sampling_params)].append(row)
+    if len(by_size) == 1:
+        return _draw_alike(rows, next(iter(by_size)), requests)
+    chosen = torch.empty(len(requests), dtype=torch.int64, device=device)
+    for num_candidates, which in by_size.items():
+        index = torch.tensor(which, device=device)
+        chosen[index] = _draw_alike(
+            rows.pick(index), num_candidates, [requests[row] for row in which]
+        )
+    return chosen
 
 
-def _draw_truncated(scaled: Tensor, draws: Tensor, requests: Sequence[Request]) -> Tensor:
-    """[num_rows] token ids; `scaled` [num_rows, vocab_size] has the temperature in it."""
-    vocab_size = scaled.shape[1]
-    num_candidates = min(NUM_CANDIDATES, vocab_size)
+def _num_candidates(params: SamplingParams) -> int:
+    """How many of its largest logits a row needs, by its own parameters alone: another number might
+    round its sums in another way.
+    """
+    if 0 < params.top_k <= NUM_CANDIDATES:
+        return max(16, 1 << (params.top_k - 1).bit_length())
+    is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+    return NUM_CANDIDATES if is_cut else _WHOLE_ROW
+
+
+class _Rows:
+    """Rows of logits and what they are drawn with.
+
+    Args:
+        logits: [num_rows, vocab_size], used up.
+        best: [num_rows, 1], the largest logit of each.
+        temperatures: [num_rows, 1], positive.
+        draws: [num_rows], in [0, 1).
+    """
+
+    def __init__(self, logits: Tensor, best: Tensor, temperatures: Tensor, draws: Tensor) -> None:
+        self.logits = logits
+        self.best = best
+        self.temperatures = temperatures
+        self.draws = draws
+
+    def pick(self, index: Tensor) -> _Rows:
+        """Copies of these rows."""
+        parts = (self.logits, self.best, self.temperatures, self.draws)
+        return _Rows(*(part[index] for part in parts))
+
+    def tempered(self) -> Tensor:
+        """[num_rows, vocab_size]: each logit's distance from the best, over the temperature; takes
+        the place of the logits.
+        """
+        return self.logits.sub_(self.best).div_(self.temperatures)
+
+
+def _draw_alike(rows: _Rows, num_candidates: int, requests: Sequence[Request]) -> Tensor:
+    """[num_rows] token ids of rows that all need so many candidates."""
+    if num_candidates == _WHOLE_ROW:
+        return _inverse_cdf_by_blocks(rows.tempered().exp_(), rows.draws)
+    if any(not 0 < request.sampling_params.top_k <= NUM_CANDIDATES for request in requests):
+        return _draw_by_share(rows, requests)
+    vocab_size = rows.logits.shape[1]
+    top, token_ids = rows.logits.topk(min(num_candidates, vocab_size), dim=-1)
+    values = top.sub_(rows.best).div_(rows.temperatures)
+    return _draw_among((values, token_ids), None, rows.draws, requests)
+
+
+def _draw_by_share(rows: _Rows, requests: Sequence[Request]) -> Tensor:
+    """[num_rows] token ids of rows whose cut depends on all weights of the row."""
+    scaled, draws = rows.tempered(), rows.draws
+    num_candidates = min(NUM_CANDIDATES, scaled.shape[1])
     top, token_ids = scaled.topk(num_candidates, dim=-1)
-    chosen = _draw_among(scaled, (top, token_ids), draws, requests)
-    if num_candidates == vocab_size:
+    whole = _block_sums(scaled.exp()).sum(dim=-1).log()
+    chosen = _draw_among((top, token_ids), whole, draws, requests)
+    if num_candidates == scaled.shape[1]:
         return chosen
-    covered = (torch.logsumexp(top, dim=-1) - torch.logsumexp(scaled, dim=-1)).exp().tolist()
+    covered = (torch.logsumexp(top, dim=-1) - whole).exp().tolist()
     # Of the last candidate, relative to the best: whatever follows has less.
     last_shares = (top[:, -1] - top[:, 0]).exp().tolist()
     for row, request in enumerate(requests):
         if _needs_whole_row(request.sampling_params, covered[row], last_shares[row]):
             one = slice(row, row + 1)
-            values, ids = scaled[one].sort(dim=-1, descending=True)
-            chosen[one] = _draw_among(scaled[one], (values, ids), draws[one], requests[one])
+            in_order = scaled[one].sort(dim=-1, descending=True)
+            chosen[one] = _draw_among(
+                (in_order.values, in_order.indices), whole[one], draws[one], requests[one]
+            )
     return chosen
 
 
@@ -102,29 +174,81 @@ def _needs_whole_row(params: SamplingParams, covered: float, last_share: float) 
 
 
 def _draw_among(
-    scaled: Tensor, candidates: tuple[Tensor, Tensor], draws: Tensor, requests: Sequence[Request]
+    candidates: tuple[Tensor, Tensor],
+    whole: Tensor | None,
+    draws: Tensor,
+    requests: Sequence[Request],
 ) -> Tensor:
-    """[num_rows] token ids out of each row's `candidates`: its largest values, in order, and their
-    ids, both [num_rows, num_candidates].
+    """[num_rows] token ids out of each row's candidates.
+
+    Args:
+        candidates: the row's largest tempered values, in order, and their ids, both [num_rows,
+            num_candidates].
+        whole: [num_rows], logarithm of the sum of all weights of the row; None: every row has a
+            top_k within its candidates.
+        draws: [num_rows], in [0, 1).
+        requests: whose rows these are.
     """
-    device = scaled.device
-    params = [request.sampling_params for request in requests]
     values, token_ids = candidates
-    rank = torch.arange(values.shape[1], device=device)
-    vocab_size = scaled.shape[1]
-    # A top_k beyond the vocabulary is off, and may be too large for a tensor.
-    top_k = torch.tensor([min(p.top_k, vocab_size) or vocab_size for p in params], device=device)
+    params = [request.sampling_params for request in requests]
+    num_values, device = values.shape[1], values.device
+    rank = torch.arange(num_values, device=device)
+    # A top_k beyond the candidates cuts nothing, and may be too large for a tensor.
+    top_k = torch.tensor([min(p.top_k, num_values) or num_values for p in params], device=device)
     top_k = top_k[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     # top_p is a share of what top_k leaves; without top_k, of the whole row.
-    whole = torch.where(
-        top_k[:, 0] < vocab_size,
-        torch.logsumexp(values.masked_fill(rank >= top_k, float("-inf")), dim=-1),
-        torch.logsumexp(scaled, dim=-1),
-    )
-    shares = (values - whole[:, None]).exp()
+    left = torch.logsumexp(values.masked_fill(rank >= top_k, float("-inf")), dim=-1)
+    if whole is not None:
+        has_top_k = torch.tensor([p.top_k > 0 for p in params], device=device)
+        left = torch.where(has_top_k, left, whole)
+    shares = (values - left[:, None]).exp()
     before = shares.cumsum(dim=-1) - shares
     is_kept = (rank < top_k) & ((before < top_p) | (rank == 0)) & (shares >= min_p * shares[:, :1])
     index = _inverse_cdf(shares * is_kept, draws)
     return token_ids.gather(1, index[:, None])[:, 0]
+
+
+# --- sums of weights ------------------------------------------------------------------------------
+
+
+def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
+    """The index at which the running sum of `weights` [num_rows, n] passes the share `draws`
+    [num_rows].
+    """
+    cdf = weights.cumsum(dim=-1)
+    # Strictly above, so that an index of weight 0 is never taken.
+    return torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
+
+
+def _inverse_cdf_by_blocks(weights: Tensor, draws: Tensor) -> Tensor:
+    """The same for long rows: first the block, then the place in it.
+
+    weights   [ . . . . | . . . . | . . . . ]
+    sums           3    |    5    |    2           a draw of 0.6: 6 of 10, so block 1, and there
+                             ^ 3 of 5              the share (6 - 3) / 5
+    """
+    sums = _block_sums(weights)
+    cdf = sums.cumsum(dim=-1)
+    target = (draws * cdf[:, -1])[:, None]
+    block = torch.searchsorted(cdf, target, right=True)
+    before = cdf.gather(1, block) - sums.gather(1, block)
+    # Two ways to sum differ in the last bit, which must lead neither below the block nor beyond it.
+    share = ((target - before) / sums.gather(1, block)).clamp_(0.0, _BELOW_ONE)[:, 0]
+    blocks = _in_blocks(weights)
+    rows = torch.arange(len(weights), device=weights.device)
+    return block[:, 0] * _BLOCK_SIZE + _inverse_cdf(blocks[rows, block[:, 0]], share)
+
+
+def _block_sums(weights: Tensor) -> Tensor:
+    """[num_rows, num_blocks]"""
+    return _in_blocks(weights).sum(dim=-1)
+
+
+def _in_blocks(weights: Tensor) -> Tensor:
+    """[num_rows, num_blocks, _BLOCK_SIZE]: the last block filled up with weights of 0."""
+    num_missing = -weights.shape[1] % _BLOCK_SIZE
+    if num_missing:
+        weights = pad(weights, (0, num_missing))
+    return weights.view(len(weights), -1, _BLOCK_SIZE)

@@ -5,9 +5,8 @@ Composes the product's own parts in one process, each as it is when served:
     engine thread -> TokenStream -> TokenRelay -> pickled, as a handle does -> RelayReader
       -> TokenMailbox -> detokenizer, stop strings, counters -> event -> ASGI send
 
-The figure is the CPU time of the process in a window in which all streams run, less nothing: it
-holds the scheduler's part too. What Serve, its proxy and the kernel take comes on top (`bench
-serve` measures that).
+The figure is the CPU time of the process in a window in which all streams run, the scheduler's part
+included. What Serve, its proxy and the kernel take comes on top (`bench serve` measures that).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from serve_app.token_mailbox import TokenMailbox
 NUM_STEPS = 60
 FIRST_SHARE, LAST_SHARE = 0.3, 0.9
 """Of all events; the window is between."""
-STEP_US_PER_STREAM = 400
+STEP_US_PER_STREAM = 200
 """A step is paced so long that nothing piles up: idle time does not count."""
 REPLICA = "one"
 

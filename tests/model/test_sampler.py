@@ -16,7 +16,7 @@ from sampling_checks import (
 )
 
 from deployments.execution.sampler import MIN_LOGPROB, Sampler
-from deployments.execution.truncated_draw import NUM_CANDIDATES, uniform
+from deployments.execution.truncated_draw import NUM_CANDIDATES, uniforms
 
 SMALL, LARGE = 40, 600
 """Vocabularies below and above the number of candidates."""
@@ -132,9 +132,9 @@ def test_random_numbers_are_uniform_and_below_one() -> None:
     reaches 1.
     """
     for numbers in (
-        torch.tensor([uniform(seed, 0) for seed in range(4000)]),
-        torch.tensor([uniform(-7, index) for index in range(4000)]),
-        torch.tensor([uniform(2**63 - 1 - seed, seed) for seed in range(4000)]),
+        torch.from_numpy(uniforms(range(4000), [0] * 4000)),
+        torch.from_numpy(uniforms([-7] * 4000, range(4000))),
+        torch.from_numpy(uniforms([2**63 - 1 - seed for seed in range(4000)], range(4000))),
     ):
         assert float(numbers.min()) >= 0.0
         assert float(numbers.max()) < 1.0
@@ -142,6 +142,27 @@ def test_random_numbers_are_uniform_and_below_one() -> None:
         assert float(((counts - 200.0) ** 2 / 200.0).sum()) < 55.0
         lag = torch.corrcoef(torch.stack([numbers[:-1], numbers[1:]]))[0, 1]
         assert abs(float(lag)) < 0.08
+
+
+def splitmix(seed: int, index: int) -> float:
+    mask = 2**64 - 1
+    state = seed & mask
+    for step in (index, 0x9E3779B97F4A7C15):
+        state = (state + (step + 1) * 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return (state >> 41) / 2**23
+
+
+def test_random_numbers_stay_what_they_are() -> None:
+    """A seed gives other numbers than the hash it is named after, on this machine or in the next
+    version, and with them another text.
+    """
+    seeds = [0, 1, -1, 2**63 - 1, -(2**63), 2**64 + 5]
+    for index in (0, 1, 77, 10**6):
+        want = [splitmix(seed, index) for seed in seeds]
+        assert uniforms(seeds, [index] * len(seeds)).tolist() == want
 
 
 # --- seeds and neighbours -------------------------------------------------------------------------

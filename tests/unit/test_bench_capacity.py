@@ -7,7 +7,7 @@ import json
 import pytest
 from aiohttp import web
 
-from loadtest.bench_capacity import keeps_slo
+from loadtest.bench_capacity import caution_of, keeps_slo
 from loadtest.measures import Measures, RequestRecord, Slo, Summary
 from serve_app.cli import main
 from tests.unit.openai_stub import complete, serving_in_thread
@@ -49,6 +49,13 @@ def test_a_search_tells_its_trials(capsys: pytest.CaptureFixture[str]) -> None:
     assert (result["capacity"], result["lowest_rate_not_sustained"]) == (400.0, None)
     assert [row["request_rate"] for row in result["sweep"]] == [200.0, 400.0]
     assert all(row["p99_ttft_ms"] > 0 and row["completed"] for row in result["sweep"])
+
+
+def test_a_load_of_a_moment_sustains_nothing_and_says_so() -> None:
+    """Twelve requests are over before a queue can grow, and a rate far too high is believed."""
+    told = caution_of(8.0, 12)
+    assert told is not None and "within 1.5 s" in told and "--num-prompts 240" in told
+    assert caution_of(8.0, 240) is None and caution_of(0.0, 12) is None
 
 
 def test_no_capacity_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from tests.unit.openai_stub import (
     answer_events,
     complete,
     completion_events,
+    list_models,
     serving_in_thread,
     sse,
 )
@@ -136,6 +137,10 @@ async def _html(_: web.Request) -> web.StreamResponse:
         (["--tokenizer", "/nowhere"], "no tokenizer from /nowhere"),
         (["--languages", "xx"], "no languages xx"),
         (["--metadata", "version"], "--metadata takes KEY=VALUE"),
+        (["--header", "key"], "--header takes KEY=VALUE"),
+        (["--random-prefix-len", "5"], "needs --tokenizer"),
+        (["--timeout-s", "nan"], "--timeout-s must be above 0"),
+        (["--ready-check-timeout-sec", "-1"], "must be 0 or more"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -165,3 +170,65 @@ def test_a_server_that_is_down_or_none_is_one_line(capsys: pytest.CaptureFixture
     none, down = capsys.readouterr().err.splitlines()
     assert "does not answer as an OpenAI-compatible server" in none
     assert "refuses connections" in down
+
+
+def test_what_users_of_vllm_type_reaches_the_server(tmp_path: Path) -> None:
+    """A flag is taken and does nothing."""
+    seen: dict[str, object] = {}
+
+    async def remember(request: web.Request) -> web.StreamResponse:
+        seen.update(await request.json())
+        seen.update(path=request.path, header=request.headers.get("X-Team"))
+        return await complete(request)
+
+    with serving_in_thread(remember) as url:
+        host, port = url.removeprefix("http://").split(":")
+        address = ["--host", host, "--port", port, "--backend", "openai-chat"]
+        flags = ["--header", "X-Team=a", "--temperature", "0.7", "--top-k", "3", "--disable-tqdm"]
+        more = ["--num-prompts", "2", "--input-len", "8", "--output-len", "4"]
+        saving = ["--save-result", "--result-dir", str(tmp_path)]
+        assert bench_load(*address, *flags, *more, *saving) == 0
+    expected = {"temperature": 0.7, "top_k": 3, "ignore_eos": True, "header": "a"}
+    assert seen.items() >= (expected | {"path": "/v1/chat/completions"}).items()
+    assert "top_p" not in seen
+    result = saved(tmp_path)
+    assert (result["label"], result["backend"], result["ignore_eos"]) == (None, "openai-chat", True)
+    assert result["max_concurrent_requests"] == 2 and result["max_output_tokens_per_s"] > 0
+
+
+def test_a_server_that_refuses_ignore_eos_is_told_how_to_be_asked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Servers that are strict about fields cannot be measured, or nobody is told how."""
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        if "ignore_eos" in await request.json():
+            return web.json_response({"error": {"message": "what is ignore_eos?"}}, status=400)
+        return await complete(request)
+
+    with serving_in_thread(refuse) as url:
+        assert bench_load("--base-url", url, *SMALL) == 2
+        assert "give --no-ignore-eos" in capsys.readouterr().err
+        assert bench_load("--base-url", url, *SMALL, "--no-ignore-eos") == 0
+
+
+def test_a_server_that_is_yet_to_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load begins before the server does, and ends at once."""
+    monkeypatch.setattr("loadtest.target_check.READY_POLL_S", 0.0)
+    num_asked = 0
+
+    async def start_late(request: web.Request) -> web.StreamResponse:
+        nonlocal num_asked
+        num_asked += 1
+        return web.Response(status=503) if num_asked < 3 else await list_models(request)
+
+    with serving_in_thread(models=start_late) as url:
+        assert bench_load("--base-url", url, *SMALL) == 2
+        assert bench_load("--base-url", url, *SMALL, "--ready-check-timeout-sec", "60") == 0
+    assert num_asked == 3
+
+
+def test_a_url_without_a_scheme_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stranger's `localhost:8000` is a broken stream."""
+    assert bench_load("--base-url", "localhost:8000", *SMALL) == 2
+    assert "begins with http://" in capsys.readouterr().err

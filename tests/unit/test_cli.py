@@ -118,3 +118,16 @@ def test_a_file_that_cannot_be_written_is_told_by_its_name(
     assert told.err == f"error: {tmp_path}: Is a directory\n" and told.out == ""
     assert main([*words, str(trace / "result.json")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_interrupt_is_a_word_and_not_a_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C while a command is imported ends in a traceback."""
+
+    def interrupt(parser: CommandParser) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CommandParser, "load", interrupt)
+    assert main(["trace", "describe", "x"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from doubles import make_limits, make_request
 
+import deployments
 from deployments.config import CacheConfig, SchedulerConfig
 from deployments.engine.clock import VirtualClock
 from deployments.engine.engine import Engine
 from deployments.execution.cost_model import (
+    COST_MODELS_DIR,
     ChunkCost,
     CostModel,
     CostModelError,
@@ -168,3 +170,15 @@ def test_the_simulator_needs_neither_torch_nor_ray() -> None:
         "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_installed_package_has_the_models() -> None:
+    """They lie outside the package, or the wheel leaves them out: no name is known once installed;
+    or the place that the documentation names is empty.
+    """
+    package = Path(deployments.__file__).parent
+    assert COST_MODELS_DIR.is_relative_to(package)
+    pattern = COST_MODELS_DIR.relative_to(package).as_posix() + "/*.json"
+    assert f'"{pattern}"' in Path("pyproject.toml").read_text()
+    shown = {path.stem for path in Path("configs/cost_models").glob("*.json")}
+    assert shown == set(cost_model_names()) != set()

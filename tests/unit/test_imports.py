@@ -106,6 +106,13 @@ RULES = (
     Rule("serve_app*", ("serve_app", *RECORDS)),
     # It measures the executor beside its peers, so it has to load one.
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),
+    # It measures the model's forward, so it has to load one.
+    Rule("loadtest.bench_forward", ("deployments", "loadtest")),
+    # It measures the sampler and the inputs of the executor, and the way of a token to its client.
+    Rule("loadtest.bench_own_cost", ("deployments.execution.startup", "loadtest")),
+    Rule("loadtest.own_cost.model_side", ("deployments", "loadtest")),
+    Rule("loadtest.own_cost.streaming", ("deployments", "serve_app", "loadtest")),
+    Rule("loadtest.bench_quality", ("deployments", "loadtest")),
     # Our engine as one of the services that are compared.
     Rule("loadtest.peers.engine_child", ("deployments", "loadtest")),
     # What the peers' weights are made of.
@@ -118,11 +125,6 @@ RULES = (
             *CORE,
         ),
     ),
-    # It measures the sampler and the inputs of the executor, and the way of a token to its client.
-    Rule("loadtest.bench_own_cost", ("deployments.execution.startup", "loadtest")),
-    Rule("loadtest.own_cost.model_side", ("deployments", "loadtest")),
-    Rule("loadtest.own_cost.streaming", ("deployments", "serve_app", "loadtest")),
-    Rule("loadtest.bench_quality", ("deployments", "loadtest")),
     # Applications without a model: a composition root like `serve_app.app`.
     Rule("loadtest.stub_app", ("deployments", "serve_app", "loadtest")),
     # A served model's name stands for its tokenizer too, also where that is made from a GGUF file.

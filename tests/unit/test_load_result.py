@@ -14,6 +14,8 @@ from loadtest.load_tally import LoadTally
 from loadtest.measures import Slo
 from loadtest.stream_reader import StreamedAnswer, TokenCount
 
+RAMP = "--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 9".split()
+
 
 def told(*flags: str, lag_s: float = 0.0, is_interrupted: bool = False) -> str:
     """The table of a load of one request that was sent so late, and took a second more."""
@@ -49,9 +51,12 @@ def test_estimates_say_so() -> None:
 @pytest.mark.parametrize(
     ("flags", "name"),
     [
-        ([], "chunkserve-infqps-m-20260101.json"),
+        ([], "openai-infqps-m-20260101.json"),
+        (["--backend", "openai-chat"], "openai-chat-infqps-m-20260101.json"),
+        (["--request-rate", "4"], "openai-4.0qps-m-20260101.json"),
+        (RAMP, "openai-ramp-up-linear-1qps-9qps-m-20260101.json"),
         (["--request-rate", "2.5", "--label", "a"], "a-2.5qps-m-20260101.json"),
-        (["--max-concurrency", "8"], "chunkserve-infqps-concurrency8-m-20260101.json"),
+        (["--max-concurrency", "8"], "openai-infqps-concurrency8-m-20260101.json"),
         (["--result-filename", "mine.json"], "mine.json"),
     ],
 )

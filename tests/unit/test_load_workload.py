@@ -26,6 +26,11 @@ def test_random_lengths_stay_in_their_range_and_repeat() -> None:
     assert list(RandomLengths(1, 7, 8))[0] == TraceRequest(0.0, 7, 8)
 
 
+def test_a_shared_prefix_comes_before_random_lengths() -> None:
+    """What all prompts share is taken from their length, or is not the same block of each."""
+    assert list(RandomLengths(2, 7, 8, prefix_len=5)) == [TraceRequest(0.0, 12, 8, (0,))] * 2
+
+
 def test_a_plan_holds_what_the_trace_says() -> None:
     """Priority, lengths or times of a trace get lost on the way to the client."""
     planned = list(plan_requests(TRACE, WordPrompts(0), own_times(TRACE)))
@@ -36,6 +41,6 @@ def test_a_plan_holds_what_the_trace_says() -> None:
 
 def test_what_makes_no_workload_is_refused() -> None:
     """A load of nothing is run, or ends in a traceback."""
-    for bad in ((0, 1, 1, 0.0), (1, 0, 1, 0.0), (1, 1, 1, 1.0)):
+    for bad in ((0, 1, 1, 0, 0.0), (1, 0, 1, 0, 0.0), (1, 1, 1, 0, 1.0), (1, 1, 1, -1, 0.0)):
         with pytest.raises(WorkloadError):
             RandomLengths(*bad)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from loadtest import plan_pool
 from loadtest.report import read_runs
 from loadtest.trace import TraceRequest, write_trace
 from serve_app.cli import main
@@ -85,3 +86,18 @@ def test_bad_input_ends_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and says in error and error.count("\n") == 1
     assert main(["plan", "--trace", str(tmp_path / "gone.csv")]) == 2
+
+
+def test_a_long_trace_is_searched_on_its_busiest_stretch_and_confirmed_on_the_whole(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's figures are those of a part, or the quiet part decides."""
+    monkeypatch.setattr(plan_pool, "MAX_SEARCHED", 10)
+    status, pools = plan(trace, tmp_path / "plan.json", "--slo", "ttft:400", "--max-replicas", "8",
+                         "--max-num-seqs", "64")  # fmt: skip
+    assert status == 0
+    assert [pool["completed"] for pool in pools] == [40, 40]
+    requests = [TraceRequest(at, 10, 2) for at in (0.0, 5.0, 9.0, 9.1, 9.3, 12.0)]
+    busiest = plan_pool.find_busiest_stretch(requests, 3)
+    assert [traced.timestamp_s for traced in busiest] == [9.0, 9.1, 9.3]
+    assert plan_pool.find_busiest_stretch(requests, 9) == requests

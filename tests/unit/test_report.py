@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.charts import draw_all
+from loadtest.charts import _with_idle, draw_all
 from loadtest.measures import Measures, result_json
 from loadtest.records import RequestRecord, Slo
 from loadtest.report import ReportError, read_runs, render, write_report
@@ -154,6 +154,19 @@ def test_a_search_for_the_capacity_is_drawn_at_its_own_percentile(tmp_path: Path
     runs = read_runs(saved(tmp_path, s=search))
     assert [chart.name for chart in draw_all(runs)] == ["rate_ttft"]
     assert "highest rate sustained" in render(runs, [], "x")
+
+
+@pytest.mark.parametrize("num_steps", [50, 5000])
+def test_a_pause_between_steps_is_drawn_as_one(num_steps: int) -> None:
+    """A line climbs for ten idle seconds to the step that ends them."""
+    busy = [number * 5.0 / num_steps for number in range(num_steps)]
+    steps_s = [*busy, *(15.0 + time_s for time_s in busy)]
+    times_s, tokens = _with_idle(steps_s, [8.0] * len(steps_s))
+    assert sorted(set(tokens)) == [0.0, 8.0] and list(times_s) == sorted(times_s)
+    places = [place for place, value in enumerate(tokens) if value == 0.0]
+    assert len(places) == 2 and places[1] == places[0] + 1
+    assert [times_s[place] for place in places] == pytest.approx([5.0, 15.0], abs=0.2)
+    assert _with_idle([1.0], [3.0]) == ([1.0], [3.0])
 
 
 def test_a_result_without_pictures_is_still_a_table() -> None:

@@ -64,6 +64,41 @@ def test_settings_reach_the_replicas(trace: Path, tmp_path: Path) -> None:
     assert max(saved["report"]["steps"]["num_prefill_tokens"]) <= 64 + 9
 
 
+def test_a_fleet_description_is_simulated_and_options_overrule_it(
+    trace: Path, tmp_path: Path
+) -> None:
+    """`configs/sim.yaml` is out of date, or a part of it is read and not used."""
+    out = tmp_path / "result.json"
+    given = ("--replicas", 3, "--block-size", 32, "--num-prompts", 4, "--save-result", out)
+    assert run(trace, "--config", "configs/sim.yaml", *given) == 0
+    saved = json.loads(out.read_text())
+    assert saved["cost_model"] == "h100-llama3-8b" and saved["num_replicas"] == 3
+    assert saved["scheduler"]["max_num_batched_tokens"] == 1280
+    assert saved["cache"]["block_size"] == 32
+    assert saved["slo"] == ["ttft:300", "itl:50"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cost_model: h100-llama3-8b\nreplica: 2\n", "did you mean 'replicas'?"),
+        ("cost_model: h100-llama3-8b\nscheduler: {chunk_size: 0}\n", "scheduler.chunk_size"),
+        ("cost_model: abacus\n", "no cost model abacus"),
+        ("chunk_size: 64\n", "no cost model: give --cost-model"),
+        ("cost_model: h100-llama3-8b\npolicy: magic\n", "no policy magic"),
+    ],
+)
+def test_a_bad_fleet_description_ends_in_one_line(
+    trace: Path, tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A misspelled key is passed over, or ends in a traceback."""
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    assert run(trace, "--config", path) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
 def test_lengths_get_the_arrivals_that_are_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

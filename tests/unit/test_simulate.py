@@ -83,7 +83,7 @@ def test_an_arrival_cuts_the_quiet_steps_short() -> None:
     assert figures(result)["mean_ttft_ms"] == pytest.approx((30.0 + 28.0) / 2)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_joined_quiet_steps_are_the_steps_one_by_one(seed: int) -> None:
     """Some step that decides something is booked as if it did not: the times of a token, a
     preemption or a hit differ.
@@ -94,7 +94,7 @@ def test_joined_quiet_steps_are_the_steps_one_by_one(seed: int) -> None:
         num_replicas=rng.choice([1, 2]),
         policy=rng.choice(["chunked", *POLICIES]),
         routing=rng.choice(["prefix", "random"]),
-        cache=CacheConfig(num_blocks=rng.choice([150, 400])),
+        cache=CacheConfig(num_blocks=rng.choice([100, 150, 400])),
         max_model_len=2000,
         max_step_samples=10**6,
     )

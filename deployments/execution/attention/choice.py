@@ -1,12 +1,15 @@
 """Which attention backend runs a model's layers: the configured one, or the best that can.
 
-Knows the backends by name and nothing of how they attend.
+Knows the backends by name and what each needs to be there; nothing of how they attend.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,24 @@ from deployments.execution.native.compiler import CannotCompile
 
 logger = logging.getLogger(__name__)
 
+PREFERRED = {"cpu": ("cpu_native", "cpu_sdpa"), "cuda": ("triton", "cpu_sdpa")}
+"""What auto tries on a kind of device, the fastest first; the last runs everywhere."""
+
+
+class CannotBeHad(RuntimeError):
+    """A backend does not run here; the message says why, and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """What a backend is to run, and where."""
+
+    execution: ExecutionConfig
+    specs: Sequence[LayerSpec]
+    dtype: torch.dtype
+    device: torch.device
+    kernel_cache: Path
+
 
 def choose_backend(
     execution: ExecutionConfig,
@@ -31,7 +52,7 @@ def choose_backend(
     device: torch.device,
     kernel_cache: Path,
 ) -> AttentionBackend[Any]:
-    """The configured attention backend; auto takes cpu_native where it can be had, else cpu_sdpa.
+    """The configured attention backend; auto takes the first of PREFERRED that can be had.
 
     Args:
         kernel_cache: where compiled kernels are kept.
@@ -39,55 +60,72 @@ def choose_backend(
     Raises:
         UnsupportedModel: the configured one cannot be had, or cannot run one of the layers.
     """
-    backend: AttentionBackend[Any]
-    if execution.attention_backend == "reference":
-        backend = ReferenceAttention()
-    elif execution.attention_backend == "cpu_native":
-        backend = _native(execution, dtype, device, kernel_cache)
-    elif execution.attention_backend == "auto":
-        backend = _native_or_sdpa(execution, dtype, device, kernel_cache)
-    else:
-        backend = CpuSdpaAttention(dtype, device)
-    for spec in specs:
+    layers = Layers(execution, specs, dtype, device, kernel_cache)
+    name = execution.attention_backend
+    if name == "auto":
+        return _first_to_be_had(PREFERRED[device.type], layers)
+    try:
+        return _make(name, layers)
+    except CannotBeHad as error:
+        raise UnsupportedModel(
+            f"execution.attention_backend is {name}, which cannot be had: {error}; change that, or "
+            "set the backend to auto"
+        ) from error
+
+
+def _first_to_be_had(names: Sequence[str], layers: Layers) -> AttentionBackend[Any]:
+    *better, last = names
+    for name in better:
+        try:
+            return _make(name, layers)
+        except CannotBeHad as error:
+            logger.warning("attention goes without %s, which is faster: %s", name, error)
+    return _make(last, layers)
+
+
+def _make(name: str, layers: Layers) -> AttentionBackend[Any]:
+    backend = _MAKERS[name](layers)
+    for spec in layers.specs:
         if not backend.supports(spec):
-            raise UnsupportedModel(f"attention backend {backend.name!r} cannot run {spec}")
+            raise CannotBeHad(f"it cannot run {spec}")
     return backend
 
 
-def _why_not_native(
-    execution: ExecutionConfig, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """What speaks against the compiled kernel, before a compiler is looked for; None: nothing."""
-    if device.type != "cpu":
-        return f"it runs on a CPU, and the model is on {device}"
-    if dtype not in DTYPES:
-        return f"it computes float32 and bfloat16, and the model is {dtype}"
-    if not execution.compile_kernels:
-        return "execution.compile_kernels is off"
-    return None
+def _reference(layers: Layers) -> AttentionBackend[Any]:
+    return ReferenceAttention()
 
 
-def _native(
-    execution: ExecutionConfig, dtype: torch.dtype, device: torch.device, kernel_cache: Path
-) -> CpuNativeAttention:
-    why = _why_not_native(execution, dtype, device)
+def _sdpa(layers: Layers) -> AttentionBackend[Any]:
+    return CpuSdpaAttention(layers.dtype, layers.device)
+
+
+def _native(layers: Layers) -> AttentionBackend[Any]:
+    if layers.device.type != "cpu":
+        raise CannotBeHad(f"it runs on a CPU, and the model is on {layers.device}")
+    if layers.dtype not in DTYPES:
+        raise CannotBeHad(f"it computes float32 and bfloat16, and the model is {layers.dtype}")
+    if not layers.execution.compile_kernels:
+        raise CannotBeHad("execution.compile_kernels is off")
     try:
-        if why is None:
-            return CpuNativeAttention.compiled(kernel_cache, dtype)
+        return CpuNativeAttention.compiled(layers.kernel_cache, layers.dtype)
     except (CannotCompile, OSError) as error:
-        why = str(error)
-    raise UnsupportedModel(
-        f"execution.attention_backend is cpu_native, which cannot be had: {why}; "
-        "change that, or set the backend to auto"
-    )
+        raise CannotBeHad(str(error)) from error
 
 
-def _native_or_sdpa(
-    execution: ExecutionConfig, dtype: torch.dtype, device: torch.device, kernel_cache: Path
-) -> AttentionBackend[Any]:
-    if _why_not_native(execution, dtype, device) is None:
-        try:
-            return CpuNativeAttention.compiled(kernel_cache, dtype)
-        except (CannotCompile, OSError) as error:
-            logger.warning("attention goes through torch, which is slower: %s", error)
-    return CpuSdpaAttention(dtype, device)
+def _triton(layers: Layers) -> AttentionBackend[Any]:
+    if importlib.util.find_spec("triton") is None:
+        raise CannotBeHad("it needs the package triton, which torch's CUDA builds bring along")
+    if layers.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise CannotBeHad(f"it runs on a GPU, and the model is on {layers.device}")
+    # Imported here: a machine without a GPU may lack it, and pays half a second for it.
+    from deployments.execution.attention.triton_backend import TritonAttention
+
+    return TritonAttention(layers.specs, layers.dtype, layers.device)
+
+
+_MAKERS: dict[str, Callable[[Layers], AttentionBackend[Any]]] = {
+    "reference": _reference,
+    "cpu_sdpa": _sdpa,
+    "cpu_native": _native,
+    "triton": _triton,
+}

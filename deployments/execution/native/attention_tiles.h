@@ -28,7 +28,7 @@ typedef Floats Product[STRIP][VECTORS];
 
 INLINE int64_t num_panels(int64_t count) { return (count + PANEL - 1) / PANEL; }
 
-// sums += left * right over `depth`: STRIP lines by PANEL columns.
+// sums += left * right over `depth`: STRIP lines by PANEL columns, which stay in registers.
 template <int LINE_STEP, int DEPTH_STEP>
 INLINE void multiply_add(const float* left, const float* right, int64_t depth, Product& sums) {
     for (int64_t k = 0; k < depth; ++k) {
@@ -44,6 +44,37 @@ INLINE void multiply_add(const float* left, const float* right, int64_t depth, P
         left += DEPTH_STEP;
         right += PANEL;
     }
+}
+
+// The two products are functions of their own: within a larger one the compiler runs out of
+// registers, and keeps a sum in memory.
+
+// Scores of a strip of queries against a panel of keys.
+__attribute__((noinline)) void multiply_query(const float* query, const float* keys,
+                                              int64_t key_dim, float* scores) {
+    Product product = {};
+    multiply_add<1, STRIP>(query, keys, key_dim, product);
+#pragma GCC unroll 16
+    for (int i = 0; i < STRIP; ++i)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) store(product[i][v], scores + i * TILE + v * LANES);
+}
+
+// Sums of a strip and a panel of value places, corrected, plus weights times values.
+__attribute__((noinline)) void multiply_weights(const float* weights, const float* values,
+                                                int64_t num_keys, const float* corrections,
+                                                float* sums) {
+    Product product;
+#pragma GCC unroll 16
+    for (int i = 0; i < STRIP; ++i)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v)
+            product[i][v] = load(sums + i * PANEL + v * LANES) * corrections[i];
+    multiply_add<TILE, 1>(weights, values, num_keys, product);
+#pragma GCC unroll 16
+    for (int i = 0; i < STRIP; ++i)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; ++v) store(product[i][v], sums + i * PANEL + v * LANES);
 }
 
 // Lines [first_line, first_line + num_lines) of one row and KV head, over all keys they see.
@@ -155,8 +186,10 @@ private:
         const int64_t first = begin / PANEL * PANEL, last = num_panels(end) * PANEL;
 
         alignas(64) Scores scores[STRIP];
+        const float* query = query_ + strip * STRIP * layer_.key_dim;
         for (int64_t column = first; column < last; column += PANEL)
-            score(strip, column, scores);
+            multiply_query(query, keys_ + column * layer_.key_dim, layer_.key_dim,
+                           scores[0] + column);
         if (layer_.softcap > 0)
             for (Scores& line : scores) cap(line, first, last, layer_.softcap);
         const bool hides_late = first_position + 1 < tile + last;
@@ -170,31 +203,10 @@ private:
         }
         float corrections[STRIP];
         weigh<STRIP>(scores, first, last, running, corrections);
-        for (int64_t panel = 0; panel < width_ / PANEL; ++panel)
-            add_values(strip, panel, scores, begin, end, corrections);
-    }
-
-    void score(int64_t strip, int64_t column, Scores* scores) const {
-        Product product = {};
-        multiply_add<1, STRIP>(query_ + strip * STRIP * layer_.key_dim,
-                               keys_ + column * layer_.key_dim, layer_.key_dim, product);
-        for (int i = 0; i < STRIP; ++i)
-            for (int v = 0; v < VECTORS; ++v)
-                store(product[i][v], scores[i] + column + v * LANES);
-    }
-
-    void add_values(int64_t strip, int64_t panel, const Scores* weights, int64_t begin,
-                    int64_t end, const float* corrections) {
-        float* sums = sums_ + strip * STRIP * width_ + panel * STRIP * PANEL;
-        Product product;
-        for (int i = 0; i < STRIP; ++i)
-            for (int v = 0; v < VECTORS; ++v)
-                product[i][v] = load(sums + i * PANEL + v * LANES) * corrections[i];
-        multiply_add<TILE, 1>(weights[0] + begin, values_ + (panel * TILE + begin) * PANEL,
-                              end - begin, product);
-        for (int i = 0; i < STRIP; ++i)
-            for (int v = 0; v < VECTORS; ++v)
-                store(product[i][v], sums + i * PANEL + v * LANES);
+        float* sums = sums_ + strip * STRIP * width_;
+        for (int64_t d = 0; d < width_; d += PANEL)
+            multiply_weights(scores[0] + begin, values_ + d * TILE + begin * PANEL, end - begin,
+                             corrections, sums + d * STRIP);
     }
 
     void write(int64_t strip, const Running<STRIP>& running) const {

@@ -1,0 +1,261 @@
+"""The model's forward alone, beside what this machine can read and multiply: where a step's time
+goes.
+
+    chunkserve bench forward --dtype bfloat16 --threads 2
+
+Steps of 1, 4, 16 and 64 decodes at a context of 256 tokens and prefills of 512 tokens, the best of
+several rounds each, split into linear layers, head, attention and the rest. The split is timed in
+rounds of its own, since timing every call costs time.
+
+    MBU   bytes of weights a step reads, over its time and the measured read bandwidth
+    MFU   floating-point operations of its linear layers, over its time and the best product of the
+          same shapes
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from deployments.config import ServiceConfig, load_service_config
+from deployments.engine.outputs import ChunkReason, ScheduledRequest, SchedulerOutput
+from deployments.engine.request import Request
+from deployments.execution.model_executor import ModelExecutor
+from deployments.execution.model_loader import load_model
+from deployments.execution.prepack import multiplies_bfloat16
+from deployments.protocol import SamplingParams
+from loadtest.report_data import Json
+
+CONTEXT = 256
+NUM_DECODES = (1, 4, 16, 64)
+PREFILLS = ((512, 0), (512, 3584))
+_READ_BYTES = 1 << 28
+_MOST_OUTPUTS = 16384
+"""Of a layer whose products are compared; a head has more, and runs on the rows that sample."""
+
+
+@dataclass(slots=True)
+class Split:
+    """Seconds by kind, summed over calls."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, its time added to `kind`."""
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return function(*inputs, **named)
+            finally:
+                elapsed_s = time.perf_counter() - started_s
+                self.seconds[kind] = self.seconds.get(kind, 0.0) + elapsed_s
+
+        return run
+
+
+def _linears(model: nn.Module) -> list[nn.Module]:
+    """The modules that multiply by a weight, in whatever form."""
+    return [
+        module
+        for module in model.modules()
+        if not list(module.children()) and hasattr(module, "in_features")
+    ]
+
+
+@contextmanager
+def split_of(model: Any) -> Iterator[Split]:
+    """Times the parts of a model meanwhile."""
+    split = Split()
+    head = model.get_output_embeddings()
+    layers = _linears(model)
+    for layer in layers:
+        forward: Callable[..., Any] = layer.forward
+        layer.forward = split.timed("head" if layer is head else "linears", forward)
+    own = model.config._attn_implementation
+    name = f"{own}_timed"
+    attend: Any = AttentionInterface._global_mapping[own]
+    AttentionInterface.register(name, split.timed("attention", attend))
+    model.set_attn_implementation(name)
+    try:
+        yield split
+    finally:
+        model.set_attn_implementation(own)
+        AttentionInterface._global_mapping.pop(name)
+        for layer in layers:
+            del layer.forward
+
+
+def _row(index: int, num_context: int, num_queries: int, block_size: int) -> ScheduledRequest:
+    token_ids = [3 + (7 * index + place) % 1000 for place in range(num_context + num_queries)]
+    num_blocks = -(-len(token_ids) // block_size)
+    request = Request(
+        request_id=f"bench-{index}",
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling_params=SamplingParams(temperature=0.0),
+        seed=0,
+        max_num_tokens=len(token_ids) + 1,
+        arrival_s=0.0,
+        arrival_index=index,
+    )
+    table = list(range(1 + index * num_blocks, 1 + (index + 1) * num_blocks))
+    return ScheduledRequest(
+        request, num_context, num_queries, table, True, ChunkReason.CONTINUED, False
+    )
+
+
+def _decodes(count: int, block_size: int) -> SchedulerOutput:
+    rows = tuple(_row(index, CONTEXT, 1, block_size) for index in range(count))
+    return SchedulerOutput(rows, (), 0, count)
+
+
+def _prefill(num_tokens: int, num_context: int, block_size: int) -> SchedulerOutput:
+    return SchedulerOutput((_row(0, num_context, num_tokens, block_size),), (), num_tokens, 0)
+
+
+def best_s(run: Callable[[], object], seconds: float) -> float:
+    """The shortest of as many calls as fit into `seconds`, at least three, after one unmeasured."""
+    run()
+    times: list[float] = []
+    end_s = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end_s:
+        started_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+def read_gb_per_s() -> float:
+    """What this machine reads from memory by the threads of torch, in one stream or in several,
+    whichever is faster.
+    """
+    numbers = torch.ones(8, _READ_BYTES // 32)
+    shortest_s = min(best_s(numbers.sum, 0.4), best_s(lambda: numbers.sum(0), 0.4))
+    return _READ_BYTES / shortest_s / 1e9
+
+
+def best_product_gflops(model: nn.Module, num_rows: int) -> float:
+    """GFLOP/s of torch's best product in float32 or bfloat16 over the shapes of a model's layers,
+    reordered weights or plain.
+    """
+    num_flops = total_s = 0.0
+    shapes = {(int(layer.out_features), int(layer.in_features)) for layer in _linears(model)}  # type: ignore[arg-type]
+    for num_outputs, num_inputs in shapes:
+        if num_outputs > _MOST_OUTPUTS:
+            continue
+        times = [
+            _product_s(num_rows, num_outputs, num_inputs, dtype)
+            for dtype in (torch.float32, torch.bfloat16)
+            if dtype is torch.float32 or multiplies_bfloat16()
+        ]
+        num_flops += 2.0 * num_rows * num_outputs * num_inputs
+        total_s += min(times)
+    return num_flops / total_s / 1e9
+
+
+def _product_s(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> float:
+    x, weight = (torch.randn(n, num_inputs).to(dtype) for n in (num_rows, num_outputs))
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    reordered_s = best_s(
+        lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), 0.3
+    )
+    return min(reordered_s, best_s(lambda: torch.mm(x, weight.T), 0.3))
+
+
+def _measure(executor: ModelExecutor, model: Any, step: SchedulerOutput, seconds: float) -> Json:
+    total_s = best_s(lambda: executor.execute(step), seconds)
+    with split_of(model) as split:
+        executor.execute(step)
+        rounds: list[dict[str, float]] = []
+        for _ in range(3):
+            split.seconds.clear()
+            executor.execute(step)
+            rounds.append(dict(split.seconds))
+    parts = {kind: min(round_[kind] for round_ in rounds) for kind in rounds[0]}
+    parts["rest"] = total_s - sum(parts.values())
+    return {
+        "step_ms": round(total_s * 1e3, 2),
+        **{f"{kind}_ms": round(value * 1e3, 2) for kind, value in parts.items()},
+    }
+
+
+def run_bench(config: ServiceConfig, seconds: float) -> Json:
+    """Load the model and measure; `seconds` for each kind of step."""
+    torch.set_num_threads(config.execution.num_threads or torch.get_num_threads())
+    loaded = load_model(config.model, config.execution)
+    model: Any = loaded.model
+    itemsize = model.dtype.itemsize
+    plain = {name: m.weight.numel() for name, m in model.named_modules() if type(m) is nn.Linear}
+    head = model.get_output_embeddings().weight.numel()
+    num_weights = sum(plain.values())
+    executor = ModelExecutor(loaded, config)
+    # Memory that was never written is one page of zeros to the machine, and read from its cache.
+    for layer in executor._forward._cache.layers:
+        layer.keys.fill_(0.5)
+        layer.values.fill_(0.5)
+    block_size = executor.limits.block_size
+    bandwidth = read_gb_per_s()
+    peaks = {num_tokens: best_product_gflops(model, num_tokens) for num_tokens, _ in PREFILLS}
+    steps: Json = {}
+    for count in NUM_DECODES:
+        found = _measure(executor, model, _decodes(count, block_size), seconds)
+        rate = num_weights * itemsize / found["step_ms"] / 1e6
+        found |= {"weights_gb_per_s": round(rate, 2), "mbu": round(rate / bandwidth, 3)}
+        steps[f"decode {count}"] = found
+    for num_tokens, num_context in PREFILLS:
+        found = _measure(executor, model, _prefill(num_tokens, num_context, block_size), seconds)
+        flops = 2.0 * (num_weights - head) * num_tokens
+        rate = flops / found["step_ms"] / 1e6
+        found |= {
+            "linears_gflops": round(flops / found["linears_ms"] / 1e6, 1),
+            "gflops": round(rate, 1),
+            "mfu": round(rate / peaks[num_tokens], 3),
+        }
+        steps[f"prefill {num_tokens} at {num_context}"] = found
+    return {
+        "model": config.model.name,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "num_threads": torch.get_num_threads(),
+        "read_gb_per_s": round(bandwidth, 1),
+        "best_product_gflops": {key: round(value, 1) for key, value in peaks.items()},
+        "steps": steps,
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of this benchmark."""
+    parser.add_argument("--config", type=Path, help="a Serve config file, or its args alone")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each kind of step")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run it and print the figures as JSON."""
+    config = ServiceConfig()
+    if arguments.config is not None:
+        config = load_service_config(arguments.config)
+    data = config.model_dump()
+    data["model"]["dtype"] = arguments.dtype
+    data["execution"] |= {"num_threads": arguments.threads, "device": "cpu"}
+    data["cache"] |= {"num_blocks": 2048}
+    print(json.dumps(run_bench(ServiceConfig.model_validate(data), arguments.seconds), indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_arguments(_parser)
+    sys.exit(main(_parser.parse_args()))

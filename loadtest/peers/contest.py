@@ -84,8 +84,8 @@ class Contest:
         A service that does not come up is left out, and told.
         """
         with ExitStack() as ends:
+            # Each is ended, also when another's end is interrupted.
             for service in self.services:
-                # Each is ended, whatever happens to the others.
                 ends.callback(service.end)
             present = {each.name: each for each in self.services if self._start(each)}
             turns = interleaved(list(present), self.settings.workloads, self.settings.num_rounds)

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from loadtest.peers.launch import HealthPage, Launch
@@ -84,15 +85,13 @@ class ServerProcess:
         self.tree.send(signal.SIGCONT)
 
     def end(self) -> None:
-        """End it, kindly first."""
+        """End it and all that it started, kindly first; at once when this is interrupted."""
+        self.resume()
+        self._process.send_signal(signal.SIGINT)
         try:
-            self.resume()
-            self._process.send_signal(signal.SIGINT)
-            self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_TIMEOUT_S)
         finally:
-            # Also of an impatient second Ctrl-C nothing is left.
             self.tree.send(signal.SIGKILL)
             self._process.wait()
 

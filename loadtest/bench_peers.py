@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,8 @@ from loadtest.tokenizer_source import load_tokenizer
 
 DEFAULT_FOLDER = Path.home() / ".cache" / "chunkserve" / "peers"
 DEFAULT_WORKLOADS = "W1,W2,W2cap,W3,W4,W5,W6,W6chunk"
+INTERRUPTED = 130
+"""Exit status of a command that was ended by Ctrl-C."""
 RESULT, TABLE, PLOT = "peers.json", "peers.md", "peers.png"
 
 
@@ -64,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["float32", "bfloat16"],
         help="of our weights; by default what the config comes to on this machine",
+    )
+    parser.add_argument(
+        "--quantization",
+        choices=["none", "int8", "int4"],
+        help="of our weights; by default as the config says",
     )
     parser.add_argument("--workloads", default=DEFAULT_WORKLOADS, help=f"of {', '.join(WORKLOADS)}")
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
@@ -98,7 +106,13 @@ def main(arguments: argparse.Namespace) -> int:
     place = place_of(arguments)
     if arguments.install is not None:
         return int(bool(install_peers(peers, replace(place, folder=arguments.install), tell)))
-    summary = run_bench(arguments, peers, place)
+    # As Ctrl-C does, so that the servers end with the benchmark.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        summary = run_bench(arguments, peers, place)
+    except KeyboardInterrupt:
+        tell(f"interrupted; what was measured is in {arguments.results_dir / RESULT}")
+        return INTERRUPTED
     return int(bool(summary["failed"]))
 
 
@@ -206,6 +220,8 @@ def own_config(arguments: argparse.Namespace) -> tuple[dict[str, Any], ServiceCo
     model: dict[str, Any] = {"served_name": chunkserve_service.SERVED_NAME}
     if arguments.dtype is not None:
         model["dtype"] = arguments.dtype
+    if arguments.quantization is not None:
+        model["quantization"] = arguments.quantization
     execution = {"num_threads": arguments.threads}
     serve_config = changed_config(arguments.config, {"model": model, "execution": execution})
     args = serve_config["applications"][0]["args"]

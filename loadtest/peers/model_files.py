@@ -40,6 +40,5 @@ def weights_of(config: ModelConfig) -> Weights:
     """What this configuration comes to on this machine's CPU."""
     hf_config = AutoConfig.from_pretrained(find_model_dir(config))
     dtype = str(choose_dtype(config, hf_config, torch.device("cpu"))).removeprefix("torch.")
-    quantization = config.model_dump().get("quantization", "none")
-    name = dtype if quantization == "none" else quantization
+    name = dtype if config.quantization == "none" else config.quantization
     return Weights(name, BYTES_PER_WEIGHT[name])

@@ -17,7 +17,7 @@ def main() -> None:
     from ray.serve.llm import LLMConfig, build_openai_app
 
     model_dir, port, max_model_len, budget = sys.argv[1:5]
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     config = LLMConfig(
         model_loading_config={"model_id": "m", "model_source": model_dir},

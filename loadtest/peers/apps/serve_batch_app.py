@@ -116,7 +116,7 @@ def main() -> None:
     from ray import serve
 
     model_dir, port, dtype, num_threads = sys.argv[1:5]
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     serve.run(build(model_dir, dtype, int(num_threads)), blocking=False)
     print(f"serving on {port}", flush=True)

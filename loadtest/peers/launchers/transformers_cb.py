@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,7 +36,9 @@ def _launch(place: Place, port: int) -> Launch:
         "--host": "127.0.0.1",
         "--port": str(port),
     }
-    target = completions(port, str(place.model_dir))
+    # It knows no `ignore_eos`: no token has the number that ends an answer.
+    generation = {"eos_token_id": -1, "pad_token_id": 0, "do_sample": False}
+    target = completions(port, str(place.model_dir), generation_config=json.dumps(generation))
     return Launch(
         command=(
             str(_command(place)),
@@ -44,7 +47,7 @@ def _launch(place: Place, port: int) -> Launch:
             "--continuous-batching",
             *(word for flag in flags.items() for word in flag),
         ),
-        # Strict about fields; an answer is of full length if the model has not ended it before.
+        # Strict about the fields of a request.
         target=replace(target, ignores_eos=False, has_running_usage=False),
         ready=HealthPage("/health"),
         dtype="bfloat16",

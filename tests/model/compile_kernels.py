@@ -89,7 +89,7 @@ def compile_kernel(
 def num_spilled_bytes(ptx: str, capability: int) -> int:
     """What the assembler says it stores and loads for want of registers."""
     arch = "sm_90a" if capability == 90 else f"sm_{capability}"
-    assembler = triton.knobs.nvidia.ptxas.path
+    assembler = triton.knobs.nvidia.ptxas_blackwell.path  # the newest: it takes every PTX
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)

@@ -31,7 +31,11 @@ PREFERRED = {"cpu": ("cpu_native", "cpu_sdpa"), "cuda": ("triton", "cpu_sdpa")}
 
 
 class CannotBeHad(RuntimeError):
-    """A backend does not run here; the message says why, and what to change."""
+    """A backend does not run here; the message says why."""
+
+
+class IsNotForThis(CannotBeHad):
+    """It was never meant to run such a model on such a device with such settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ def _first_to_be_had(names: Sequence[str], layers: Layers) -> AttentionBackend[A
     for name in better:
         try:
             return _make(name, layers)
+        except IsNotForThis:
+            continue
         except CannotBeHad as error:
             logger.warning("attention goes without %s, which is faster: %s", name, error)
     return _make(last, layers)
@@ -87,7 +93,7 @@ def _make(name: str, layers: Layers) -> AttentionBackend[Any]:
     backend = _MAKERS[name](layers)
     for spec in layers.specs:
         if not backend.supports(spec):
-            raise CannotBeHad(f"it cannot run {spec}")
+            raise IsNotForThis(f"it cannot run {spec}")
     return backend
 
 
@@ -101,11 +107,11 @@ def _sdpa(layers: Layers) -> AttentionBackend[Any]:
 
 def _native(layers: Layers) -> AttentionBackend[Any]:
     if layers.device.type != "cpu":
-        raise CannotBeHad(f"it runs on a CPU, and the model is on {layers.device}")
+        raise IsNotForThis(f"it runs on a CPU, and the model is on {layers.device}")
     if layers.dtype not in DTYPES:
-        raise CannotBeHad(f"it computes float32 and bfloat16, and the model is {layers.dtype}")
+        raise IsNotForThis(f"it computes float32 and bfloat16, and the model is {layers.dtype}")
     if not layers.execution.compile_kernels:
-        raise CannotBeHad("execution.compile_kernels is off")
+        raise IsNotForThis("execution.compile_kernels is off")
     try:
         return CpuNativeAttention.compiled(layers.kernel_cache, layers.dtype)
     except (CannotCompile, OSError) as error:
@@ -116,7 +122,7 @@ def _triton(layers: Layers) -> AttentionBackend[Any]:
     if importlib.util.find_spec("triton") is None:
         raise CannotBeHad("it needs the package triton, which torch's CUDA builds bring along")
     if layers.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise CannotBeHad(f"it runs on a GPU, and the model is on {layers.device}")
+        raise IsNotForThis(f"it runs on a GPU, and the model is on {layers.device}")
     # Imported here: a machine without a GPU may lack it, and pays half a second for it.
     from deployments.execution.attention.triton_backend import TritonAttention
 

@@ -53,10 +53,11 @@ def _multiply(a, b, accumulator, WIDENS: tl.constexpr):
 
 
 @triton.jit
-def _find_span(position, end, num_splits, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr):
+def _find_span(position, num_queries, num_splits, WINDOW: tl.constexpr, TILE_KEYS: tl.constexpr):
     """The keys of this program: from `first` on, in tiles from `begin` up to `stop`. `position` is
-    that of the tile's first query, `end` follows that of its last.
+    that of the first of the tile's queries.
     """
+    end = position + num_queries
     first = 0
     if WINDOW > 0:
         first = tl.maximum(0, position - WINDOW + 1)
@@ -148,10 +149,9 @@ def attend_kernel(
     query_position = first_position + lane // GROUP
     token = (tl.load(tile + 1) + lane // GROUP).to(tl.int64)
     head = tl.program_id(1) * GROUP + lane % GROUP
-    offsets = token * query_token_stride + head * query_head_stride
-    query = _load_heads(query_ptr, offsets, is_query, KEY_DIM, KEY_LANES)
-    end = first_position + num_queries
-    first, begin, stop = _find_span(first_position, end, num_splits, WINDOW, TILE_KEYS)
+    place = token * query_token_stride + head * query_head_stride
+    query = _load_heads(query_ptr, place, is_query, KEY_DIM, KEY_LANES)
+    first, begin, stop = _find_span(first_position, num_queries, num_splits, WINDOW, TILE_KEYS)
     best, total = _begin_softmax(sinks_ptr, head, is_query, HAS_SINKS)
     sums = tl.zeros([TILE_ROWS, VALUE_LANES], tl.float32)
     table = tables_ptr + row.to(tl.int64) * table_stride
@@ -170,8 +170,8 @@ def attend_kernel(
     place = (token * (tl.num_programs(1) * GROUP) + head) * num_splits + tl.program_id(2)
     if IS_SPLIT:
         tl.store(lse_ptr + place, best + tl.log2(total), mask=is_query)
-    result = sums / tl.where(total > 0.0, total, 1.0)[:, None]
-    _store_heads(out_ptr, place * VALUE_DIM, is_query, result, VALUE_DIM, VALUE_LANES)
+    sums = sums / tl.where(total > 0.0, total, 1.0)[:, None]
+    _store_heads(out_ptr, place * VALUE_DIM, is_query, sums, VALUE_DIM, VALUE_LANES)
 
 
 @triton.jit

@@ -58,8 +58,11 @@ def chunk_tiles(group: int, widest_dim: int, element_bytes: int) -> Tiles:
     all.
     """
     bytes_per_lane = num_lanes(widest_dim) * element_bytes
-    if bytes_per_lane <= 256:  # a head of 128 in half precision
-        rows, keys, warps, stages = 128, 64, 8, 3
+    if element_bytes > 2:  # no matrix unit takes them: what is multiplied lies in registers
+        rows, keys, warps, stages = 16, 32, 8, 1
+    elif bytes_per_lane <= 256:  # a head of 128 in half precision
+        rows, warps, stages = 128, 8, 3
+        keys = 64 if num_lanes(widest_dim) == widest_dim else 32  # masks take registers too
     elif bytes_per_lane <= 512:
         rows, keys, warps, stages = 64, 32, 8, 2
     else:

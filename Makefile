@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CONFIG ?= configs/local.yaml
 PYTEST_ARGS ?=
+# What tests alone need, outside the environment: torch would import it in every process it finds it in.
+TEST_PACKAGES := $(VENV)/test-packages
 PEERS_DIR ?= $(HOME)/.cache/chunkserve/peers
 BENCH_ARGS ?=
 
@@ -38,7 +40,13 @@ $(READY): pyproject.toml Makefile
 serve: $(READY)
 	$(BIN)/chunkserve serve $(CONFIG) --host $(HOST) --port $(PORT)
 
-test: $(READY) lint
+$(TEST_PACKAGES)/.ready: $(READY)
+	@# Interprets the GPU kernels on a CPU and compiles them for GPUs; 200 MB.
+	@$(BIN)/python -m pip install --quiet --upgrade --target $(TEST_PACKAGES) 'triton>=3.4' \
+	  || echo "triton cannot be installed; its tests will be skipped"
+	@mkdir -p $(TEST_PACKAGES) && touch $@
+
+test: $(READY) $(TEST_PACKAGES)/.ready lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(READY)

@@ -44,8 +44,9 @@ def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float32
     Two rounds of SplitMix64's finaliser (Steele et al., OOPSLA'14) over both.
     """
     state = np.array([seed & _MASK_64 for seed in seeds], dtype=np.uint64)
-    gamma = np.uint64(0x9E3779B97F4A7C15)
-    # Unsigned 64-bit arithmetic wraps around, as the algorithm wants it.
+    gamma = np.array([0x9E3779B97F4A7C15], dtype=np.uint64)
+    # Unsigned 64-bit arithmetic wraps around, as the algorithm wants it; numpy warns of it unless
+    # both sides are arrays.
     for step in (np.array(indices, dtype=np.uint64), gamma):
         state = state + (step + np.uint64(1)) * gamma
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

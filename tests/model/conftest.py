@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+# Where `make test` puts what tests alone need.
+sys.path.append(str(Path(sys.prefix, "test-packages")))
 if not torch.cuda.is_available():
     # Read when Triton is first imported: its kernels then run on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -123,7 +123,12 @@ def test_every_variant_compiles_for_real_gpus(capability: int, tmp_path: Path) -
     units of the GPU (float32 has none that are exact), and no register may spill.
     """
     script = Path(__file__).parent / "compile_kernels.py"
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
     done = subprocess.run(
         [sys.executable, str(script), str(capability)], env=env, capture_output=True, text=True
     )

@@ -16,11 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deployments.engine.outputs import ScheduledRequest
 from deployments.execution.prompt_logprobs import PromptSpan
+from deployments.execution.upload import upload
+
+NULL_TABLE = (0,)
+"""The block table of a row that stands for nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,18 @@ class InputBatch:
 
     @classmethod
     def build(
-        cls, scheduled: Sequence[ScheduledRequest], block_size: int, device: torch.device
+        cls,
+        scheduled: Sequence[ScheduledRequest],
+        block_size: int,
+        device: torch.device,
+        num_padded_rows: int = 0,
     ) -> InputBatch:
-        """Lay out a step's requests, those of one token first and otherwise in the given order."""
+        """Lay out a step's requests, those of one token first and otherwise in the given order.
+
+        One copy takes all to the device, and nobody waits for it. Where there are fewer rows than
+        `num_padded_rows`, all of one token, rows of the null block follow: they compute token 0 at
+        position 0 into slot 0, and nothing is sampled from them.
+        """
         singles = [row for row in scheduled if row.num_scheduled_tokens == 1]
         ordered = singles + [row for row in scheduled if row.num_scheduled_tokens > 1]
         input_ids: list[int] = []
@@ -91,15 +105,25 @@ class InputBatch:
                 prompt_spans.append(span)
             if item.samples_token:
                 logits_indices.append(len(input_ids) - 1)
+        num_null = max(0, num_padded_rows - len(rows))
+        rows += [BatchRow(len(input_ids) + i, 1, 0, NULL_TABLE) for i in range(num_null)]
+        null = [0] * num_null
+        columns = (
+            input_ids + null,
+            positions + null,
+            slots + null,
+            logits_indices + prompt_indices,
+        )
+        input_ids_there, positions_there, slots_there, kept_there = upload(
+            [np.array(column, dtype=np.int64) for column in columns], device
+        )
         return cls(
-            input_ids=torch.tensor(input_ids, device=device),
-            positions=torch.tensor(positions, device=device),
-            slot_mapping=torch.tensor(slots, device=device),
-            logits_indices=torch.tensor(
-                logits_indices + prompt_indices, dtype=torch.int64, device=device
-            ),
+            input_ids=input_ids_there,
+            positions=positions_there,
+            slot_mapping=slots_there,
+            logits_indices=kept_there,
             rows=tuple(rows),
-            num_decodes=len(singles),
+            num_decodes=len(singles) + num_null,
             sampled=tuple(item for item in ordered if item.samples_token),
             prompt_spans=tuple(prompt_spans),
             block_size=block_size,

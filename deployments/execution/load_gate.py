@@ -27,7 +27,8 @@ from deployments.engine.request import Request
 from deployments.execution.attention.backend import AttentionBackend, AttentionCall
 from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.kv_cache import LayerSpec, PagedKVCache
-from deployments.execution.packed_forward import PackedForward, logits_to_keep
+from deployments.execution.model_forward import logits_to_keep
+from deployments.execution.packed_forward import PackedForward
 from deployments.protocol import SamplingParams
 
 KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

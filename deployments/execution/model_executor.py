@@ -45,6 +45,8 @@ from deployments.execution.quantized import quantize_linears, restore_kept_linea
 from deployments.execution.quantized_products import choose_products
 from deployments.execution.sampler import Sampler
 from deployments.execution.small_ops import find_small_ops
+from deployments.execution.static_plans import StaticShape
+from deployments.execution.step_runner import choose_runner
 from deployments.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,10 @@ class ModelExecutor:
             default_max_gb=CPU_DEFAULT_MAX_GB if device.type == "cpu" else None,
         )
         cache = PagedKVCache(specs, num_blocks, block_size, dtype, device)
-        self._forward = PackedForward(model, self._attention, backend, specs, cache)
+        longest = -(-loaded.max_model_len // block_size)
+        largest = StaticShape(config.scheduler.max_num_seqs, 0, longest, block_size)
+        runner = choose_runner(config.execution.cuda_graphs, backend, device, largest)
+        self._forward = PackedForward(model, self._attention, backend, specs, cache, runner)
         eos_token_ids = sorted(loaded.eos_token_ids)
         self._grammars = make_grammar_compiler(
             loaded.tokenizer_files, loaded.vocab_size, eos_token_ids

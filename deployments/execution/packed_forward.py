@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +11,12 @@ from transformers import PreTrainedModel
 
 from deployments.engine.outputs import ScheduledRequest
 from deployments.execution.attention.backend import AttentionBackend
-from deployments.execution.attention.ragged import RaggedAttention, paged_handler
+from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.input_batch import InputBatch
 from deployments.execution.kv_cache import LayerSpec, PagedKVCache
+from deployments.execution.model_forward import ModelForward
 from deployments.execution.prompt_logprobs import PromptSpan
-
-
-def logits_to_keep(model: PreTrainedModel, which: Tensor | int) -> dict[str, Any]:
-    """The argument that lets a model's head run on these positions alone (an int: on so many last
-    ones), for models that take it; the head is the largest matrix there is.
-    """
-    takes_it = "logits_to_keep" in inspect.signature(model.forward).parameters
-    return {"logits_to_keep": which} if takes_it else {}
+from deployments.execution.step_runner import EagerRunner, StepRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +39,7 @@ class PackedForward:
         backend: supports all of `specs`.
         specs: one for each layer.
         cache: read and written through the block tables of a step.
+        make_runner: what runs the model's part of a step, given the model's forward.
     """
 
     def __init__(
@@ -55,31 +49,21 @@ class PackedForward:
         backend: AttentionBackend[Any],
         specs: Sequence[LayerSpec],
         cache: PagedKVCache,
+        make_runner: Callable[[ModelForward], StepRunner] = EagerRunner,
     ) -> None:
-        self._model = model
-        self._attention = attention
+        self._device = model.device
         self._backend = backend
         self._windows = frozenset(spec.window for spec in specs)
         self._cache = cache
-        self._keeps_logits = bool(logits_to_keep(model, 1))
+        self._runner = make_runner(ModelForward(model, attention, backend, cache))
 
     def run(self, scheduled: Sequence[ScheduledRequest]) -> PackedLogits:
         """Compute a step: write its keys and values, and return the logits that are asked
-        for.
+        for. The host waits for nothing the device does.
         """
-        batch = InputBatch.build(scheduled, self._cache.block_size, self._model.device)
-        plan = self._backend.plan(batch, self._windows)
-        handler = paged_handler(self._backend, self._cache, batch.slot_mapping, plan)
-        keep = {"logits_to_keep": batch.logits_indices} if self._keeps_logits else {}
-        with self._attention.handled_by(handler):
-            logits = self._model(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                **keep,
-            ).logits[0]
-        if not self._keeps_logits:
-            logits = logits[batch.logits_indices]
+        num_rows = self._runner.num_rows_of(scheduled)
+        batch = InputBatch.build(scheduled, self._cache.block_size, self._device, num_rows)
+        logits = self._runner.run(batch, self._backend.plan(batch, self._windows))
         num_samples = len(batch.sampled)
         return PackedLogits(
             logits[:num_samples], batch.sampled, logits[num_samples:], batch.prompt_spans

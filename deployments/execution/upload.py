@@ -5,8 +5,8 @@ for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -15,7 +15,7 @@ _ALIGNMENT_BYTES = 64
 """Of each array within the copy. A kernel is compiled anew for pointers of another alignment."""
 
 
-def upload(arrays: Sequence[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
+def upload(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
     """The arrays on a device, each in its own shape, by one copy.
 
         pinned host memory   [ first | pad | second | pad | third ]  ── one copy ──►  device

@@ -19,6 +19,7 @@ from torch import Tensor
 from deployments.execution.attention.backend import AttentionCall
 from deployments.execution.attention.triton_kernels import attend_kernel, merge_kernel
 from deployments.execution.attention.triton_tiles import (
+    MIN_SPLIT_KEYS,
     Tiles,
     choose_num_splits,
     chunk_tiles,
@@ -26,8 +27,9 @@ from deployments.execution.attention.triton_tiles import (
     next_power_of_two,
     num_lanes,
 )
-from deployments.execution.input_batch import BatchRow, InputBatch
+from deployments.execution.input_batch import NULL_TABLE, BatchRow, InputBatch
 from deployments.execution.kv_cache import LayerCache, LayerSpec
+from deployments.execution.static_plans import StaticShape
 from deployments.execution.upload import upload
 
 MAX_HEAD_DIM = 256
@@ -100,6 +102,29 @@ class TritonAttention:
             chunk_tiles=dict(zip(self._queries_per_tile, chunk_tiles, strict=True)),
             max_decode_keys=max((row.num_keys for row in decodes), default=0),
         )
+
+    def plan_kind(self, plan: TritonPlan) -> int:
+        """See StaticPlans: whether a recording splits its decodes, as long ones want."""
+        return int(plan.max_decode_keys >= 2 * MIN_SPLIT_KEYS)
+
+    def make_static(self, shape: StaticShape) -> TritonPlan:
+        """See StaticPlans."""
+        columns = _num_columns(shape.num_blocks)
+        tables = torch.zeros(shape.num_rows, columns, dtype=torch.int32, device=self._device)
+        nobody = [BatchRow(row, 1, 0, NULL_TABLE) for row in range(shape.num_rows)]
+        [tiles] = upload([_list_tiles(nobody, 0, 1)], self._device)
+        return TritonPlan(
+            block_tables=tables,
+            decode_tiles=tiles,
+            chunk_tiles={most: tiles[:0] for most in self._queries_per_tile},
+            max_decode_keys=shape.num_blocks * shape.block_size if shape.kind else 1,
+        )
+
+    def fill_static(self, static: TritonPlan, plan: TritonPlan) -> None:
+        """See StaticPlans."""
+        # Columns beyond the longest row keep what they held; no row reads them.
+        static.block_tables[:, : plan.block_tables.shape[1]].copy_(plan.block_tables)
+        static.decode_tiles.copy_(plan.decode_tiles)
 
     def attend(self, call: AttentionCall, cache: LayerCache, plan: TritonPlan) -> Tensor:
         num_tokens, num_heads, _ = call.query.shape
@@ -202,11 +227,15 @@ def _num_processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _num_columns(num_blocks: int) -> int:
+    """Of a table for rows of at most so many blocks."""
+    return -(-num_blocks // _TABLE_COLUMNS) * _TABLE_COLUMNS
+
+
 def _block_tables(rows: Sequence[BatchRow], block_size: int) -> NDArray[np.int32]:
     """[num_rows, num_columns], int32"""
     counts = [-(-row.num_keys // block_size) for row in rows]
-    columns = -(-max(counts, default=1) // _TABLE_COLUMNS) * _TABLE_COLUMNS
-    tables = np.zeros((len(rows), columns), dtype=np.int32)
+    tables = np.zeros((len(rows), _num_columns(max(counts, default=1))), dtype=np.int32)
     for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
         tables[index, :count] = row.block_table[:count]
     return tables

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from deployments.admission_config import AdmissionConfig as AdmissionConfig
 from deployments.config_base import Section as Section
@@ -149,6 +149,11 @@ class ExecutionConfig(Section):
     step_log_dir: Path | None = None
     """Where each replica writes the shapes and times of its first steps, a file each, for
     `chunkserve calibrate`; by default nowhere."""
+
+    @field_validator("cuda_graphs", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: Any) -> Any:
+        return "off" if value is False else value  # what YAML makes of a bare off
 
 
 class IngressConfig(Section):

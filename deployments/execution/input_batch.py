@@ -94,10 +94,7 @@ class InputBatch:
             rows.append(BatchRow(len(input_ids), count, first, table))
             input_ids += item.request.token_ids[first : first + count]
             positions += range(first, first + count)
-            slots += [
-                table[position // block_size] * block_size + position % block_size
-                for position in range(first, first + count)
-            ]
+            slots += _slots_of(table, range(first, first + count), block_size)
             span = PromptSpan.of(item)
             if len(span) > 0:
                 offset = rows[-1].start - first
@@ -128,3 +125,8 @@ class InputBatch:
             prompt_spans=tuple(prompt_spans),
             block_size=block_size,
         )
+
+
+def _slots_of(table: Sequence[int], positions: range, block_size: int) -> list[int]:
+    """The flat slots of a row's positions."""
+    return [table[at // block_size] * block_size + at % block_size for at in positions]

@@ -76,3 +76,10 @@ def test_a_model_and_an_address_may_be_given_instead_of_the_files() -> None:
     assert served.model.source == "org/name"
     assert served.model.name == "name"
     assert served.cache == load_service_config(local).cache
+
+
+def test_a_bare_off_in_yaml_is_no_boolean(tmp_path: Path) -> None:
+    """YAML reads `off` as false, and the one documented way to switch graphs off is refused."""
+    path = tmp_path / "service.yaml"
+    path.write_text("model: {}\nexecution:\n  cuda_graphs: off\n")
+    assert load_service_config(path).execution.cuda_graphs == "off"

@@ -83,3 +83,5 @@ def test_a_bare_off_in_yaml_is_no_boolean(tmp_path: Path) -> None:
     path = tmp_path / "service.yaml"
     path.write_text("model: {}\nexecution:\n  cuda_graphs: off\n")
     assert load_service_config(path).execution.cuda_graphs == "off"
+    path.write_text("model: {}\nexecution:\n  cuda_graphs: auto\n")
+    assert load_service_config(path).execution.cuda_graphs == "auto"

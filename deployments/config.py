@@ -138,8 +138,8 @@ class ExecutionConfig(Section):
     compiler cpu_native, on a GPU triton.
     """
     cuda_graphs: Literal["auto", "off"] = "off"
-    """auto: steps of decodes alone are recorded and replayed on a GPU, if the backend can. Off until
-    they have run on one: the check at load sees plain steps alone.
+    """auto: decode steps are recorded and replayed on a GPU, if the backend can. Off until graphs
+    have run on one: the check at load sees plain steps alone.
     """
     num_threads: int | None = Field(default=None, ge=1)
     """Of torch on a CPU; by default one less than the cores, at least 1."""

@@ -51,13 +51,16 @@ class LinearKernel:
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """[..., num_inputs] times the packed weight, plus bias [num_outputs]: [..., num_outputs],
         all of one of `dtypes`.
+
+        Raises:
+            MemoryError: there is none left for the rows.
         """
         x = x.contiguous()
         *shape, num_inputs = x.shape
         out = x.new_empty(*shape, num_outputs)
         num_rows = x.numel() // num_inputs
         if num_rows > 0:
-            self._functions[x.dtype](
+            is_out_of_memory = self._functions[x.dtype](
                 x.data_ptr(),
                 packed.data_ptr(),
                 None if bias is None else bias.data_ptr(),
@@ -67,12 +70,14 @@ class LinearKernel:
                 num_outputs,
                 torch.get_num_threads(),
             )
+            if is_out_of_memory:
+                raise MemoryError(f"no memory is left to multiply {num_rows} rows")
         return out
 
 
-def _declared(function: Callable[..., None]) -> Callable[..., None]:
+def _declared(function: Callable[..., int]) -> Callable[..., int]:
     function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]  # type: ignore[attr-defined]
-    function.restype = None  # type: ignore[attr-defined]
+    function.restype = ctypes.c_int  # type: ignore[attr-defined]
     return function
 
 
@@ -131,6 +136,11 @@ class CompiledLinear(nn.Module):
         if self._bias is not None:
             layer.bias = nn.Parameter(self._bias, requires_grad=False)
         return layer
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], for models that ask a layer for its weight; made anew."""
+        return self.layer().weight
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""

@@ -7,6 +7,8 @@ A module is such a block if it has these four parts and answers a random input a
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -15,6 +17,8 @@ from deployments.execution.fused_linear import fuse, split
 from deployments.execution.small_ops import SmallOps
 
 _LINEARS = ("gate_proj", "up_proj", "down_proj")
+_SCALES = (1.0, 30.0, 1000.0)
+"""Of the inputs tried: some blocks clamp large values, which small ones do not show."""
 
 
 class GatedMlp(nn.Module):
@@ -67,18 +71,24 @@ def is_gated_mlp(module: nn.Module) -> bool:
     if not {layer.weight.dtype for layer in plain} <= set(SmallOps.dtypes):
         return False
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 4, gate.weight.shape[1], generator=generator).to(gate.weight.dtype)
-    with torch.inference_mode():
-        answer = module(x)
-        return isinstance(answer, Tensor) and torch.equal(answer, down(silu(gate(x)) * up(x)))
+    random = torch.randn(len(_SCALES), 4, gate.weight.shape[1], generator=generator)
+    x = (random * torch.tensor(_SCALES)[:, None, None]).flatten(0, 1)[None].to(gate.weight.dtype)
+    try:
+        with torch.inference_mode():
+            answer = module(x)
+            return isinstance(answer, Tensor) and torch.equal(answer, down(silu(gate(x)) * up(x)))
+    except Exception:  # it takes other inputs, whatever it says of these
+        return False
 
 
 def replace_gated_mlps(model: nn.Module, ops: SmallOps) -> int:
     """Replace the gated blocks of `model`; returns how many."""
+    times = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     names = [
         name
         for name, module in model.named_modules()
-        if hasattr(module, _LINEARS[0]) and is_gated_mlp(module)
+        # One that two layers share would stay, emptied, in the second.
+        if hasattr(module, _LINEARS[0]) and times[id(module)] == 1 and is_gated_mlp(module)
     ]
     for name in names:
         model.set_submodule(name, GatedMlp(model.get_submodule(name), ops))

@@ -70,6 +70,11 @@ class PrepackedLinear(nn.Module):
         """The layer this stands for."""
         return self._kept[0] if self._kept else self._few_rows[0].layer()
 
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], for models that ask a layer for its weight."""
+        return self.layer().weight
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
         num_rows = x.numel() // self.in_features
@@ -103,13 +108,8 @@ def prepack_linears(model: nn.Module, num_free_bytes: int, kernel: LinearKernel 
     found = {name: layer for name, layer in model.named_modules() if _is_packable(layer)}
     if not found or (kernel is None and not _has_onednn()):
         return 0
-    dtype = next(iter(found.values())).weight.dtype
-    packed_dtype = torch.float32
-    if dtype is torch.bfloat16 and multiplies_bfloat16():
-        packed_dtype = torch.bfloat16
-    uses_onednn = kernel is None or packed_dtype is torch.bfloat16
     shared = _shared_weights(model, found)
-    num_bytes = _num_extra_bytes(found, shared, packed_dtype if uses_onednn else None)
+    num_bytes = _num_extra_bytes(found, shared, kernel is not None)
     if num_bytes > num_free_bytes // 2:
         logger.warning("weights are not prepacked: their copies would take %d bytes", num_bytes)
         return 0
@@ -122,11 +122,21 @@ def prepack_linears(model: nn.Module, num_free_bytes: int, kernel: LinearKernel 
         few_rows: CompiledLinear | None = None
         if kernel is not None:
             few_rows = CompiledLinear(layer, kernel, keeps_layer=id(layer.weight) in shared)
-        if few_rows is None or uses_onednn:
-            model.set_submodule(name, PrepackedLinear(layer, packed_dtype, few_rows))
-        else:
+        reordered = _reordered_dtype(layer.weight.dtype, kernel is not None)
+        if reordered is not None:
+            model.set_submodule(name, PrepackedLinear(layer, reordered, few_rows))
+        elif few_rows is not None:
             model.set_submodule(name, few_rows)
     return len(names)
+
+
+def _reordered_dtype(dtype: torch.dtype, has_kernel: bool) -> torch.dtype | None:
+    """Of oneDNN's copy of a weight of `dtype`; None: the compiled kernel serves all rows. Each
+    layer's own, since a model may hold a router in float32 on purpose.
+    """
+    if dtype is torch.bfloat16 and multiplies_bfloat16():
+        return torch.bfloat16
+    return None if has_kernel else torch.float32
 
 
 def _is_packable(module: nn.Module) -> bool:
@@ -142,19 +152,18 @@ def _shared_weights(model: nn.Module, layers: dict[str, nn.Linear]) -> set[int]:
     return {id(own) for module in others for own in module.parameters(recurse=False)}
 
 
-def _num_extra_bytes(
-    layers: dict[str, nn.Linear], shared: set[int], reordered: torch.dtype | None
-) -> int:
-    """What packed weights take beyond the memory of those that are let go.
-
-    Args:
-        reordered: the dtype of oneDNN's copies; None: there are none.
-    """
+def _num_extra_bytes(layers: dict[str, nn.Linear], shared: set[int], has_kernel: bool) -> int:
+    """What packed and reordered weights take beyond the memory of those that are let go."""
+    num_bytes = 0
     weights = [layer.weight for layer in layers.values()]
-    if reordered is not None:
-        return sum(weight.numel() for weight in weights) * reordered.itemsize
-    kept = [weight.nbytes for weight in weights if id(weight) in shared]
-    return sum(kept) + max(weight.nbytes for weight in weights)
+    for weight in weights:
+        reordered = _reordered_dtype(weight.dtype, has_kernel)
+        if reordered is not None:
+            num_bytes += weight.numel() * reordered.itemsize
+        if has_kernel and id(weight) in shared:
+            num_bytes += weight.nbytes
+    # One is packed before it is let go.
+    return num_bytes + (max(weight.nbytes for weight in weights) if has_kernel else 0)
 
 
 def restore_linears(model: nn.Module) -> None:

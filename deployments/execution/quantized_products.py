@@ -174,7 +174,7 @@ class CompiledProducts:
             return wide.to(x.dtype)
         x = x.contiguous()
         out = x.new_empty(x.shape[0], weight.num_outputs)
-        function(
+        is_out_of_memory = function(
             x.data_ptr(),
             weight.codes.data_ptr(),
             weight.parameters.data_ptr(),
@@ -185,12 +185,14 @@ class CompiledProducts:
             weight.num_outputs,
             torch.get_num_threads(),
         )
+        if is_out_of_memory:
+            raise MemoryError(f"no memory is left to multiply {x.shape[0]} rows")
         return out
 
 
-def _declared(function: Callable[..., None]) -> Callable[..., None]:
+def _declared(function: Callable[..., int]) -> Callable[..., int]:
     function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int]  # type: ignore[attr-defined]
-    function.restype = None  # type: ignore[attr-defined]
+    function.restype = ctypes.c_int  # type: ignore[attr-defined]
     return function
 
 

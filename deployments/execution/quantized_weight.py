@@ -102,6 +102,7 @@ def _quantize_int8(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
 def _quantize_int4(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     scales = _rounded_scale((most - least) / 15)
-    centres = (least + 8 * scales.float()).to(torch.bfloat16)
+    # A group of equal weights is all centre.
+    centres = torch.where(most > least, least + 8 * scales.float(), least).to(torch.bfloat16)
     codes = ((groups - centres.float()) / scales.float()).round_().add_(8).clamp_(0, 15)
     return codes.to(torch.int8), scales, centres

@@ -31,15 +31,15 @@ def operate(model: nn.Module, probe: Callable[[], object], ops: SmallOps | None)
         ops: None: only linear layers are fused.
     """
     num_norms = num_mlps = num_rotations = 0
-    if ops is not None:
-        num_norms = replace_norms(model, ops)
-        num_mlps = replace_gated_mlps(model, ops)
-        num_rotations = replace_rotary(model, ops)
-    num_groups = fuse_linears(model, probe)
     try:
+        if ops is not None:
+            num_norms = replace_norms(model, ops)
+            num_mlps = replace_gated_mlps(model, ops)
+            num_rotations = replace_rotary(model, ops)
+        num_groups = fuse_linears(model, probe)
         probe()
-    except RuntimeError as error:  # a view of a part that torch cannot take, say
-        logger.warning("the model's layers stay as they are: fused ones fail with %s", error)
+    except Exception as error:  # whatever a model does with parts that are not its own
+        logger.warning("the model's layers stay as they are: other ones fail with %r", error)
         undo(model)
         return
     logger.info(

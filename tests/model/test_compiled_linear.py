@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -172,3 +174,38 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path) -> 
     """A cache below a plain file cannot be made; torch serves the layers."""
     (tmp_path / "file").write_text("")
     assert find_linear_kernel(True, tmp_path / "file" / "cache") is None
+
+
+_OUT_OF_MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+from deployments.execution.compiled_linear import find_linear_kernel, pack
+from deployments.execution.quantized_products import choose_products
+from deployments.execution.quantized_weight import quantize_weight
+torch.set_num_threads(1)
+cache = Path(sys.argv[1])
+kernel = find_linear_kernel(True, cache)
+products = choose_products(torch.device("cpu"), True, cache)
+x, weight = torch.ones(1024, 16384, dtype=torch.bfloat16), torch.ones(16, 16384)
+packed, quantized = pack(weight.bfloat16()), products.pack(quantize_weight(weight, 8))
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, -1))
+for multiply in (
+    lambda: kernel.linear(x, packed, None, 16), lambda: products.linear(x, quantized, None)
+):
+    try:
+        multiply()
+    except MemoryError:
+        print("told")
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="limits and measures memory as Linux does")
+def test_a_kernel_without_memory_fails_the_step_alone(tmp_path: Path) -> None:
+    """An exception that leaves C ends the process, and every request with it."""
+    done = subprocess.run(
+        [sys.executable, "-c", _OUT_OF_MEMORY, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["told", "told"]

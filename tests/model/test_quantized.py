@@ -79,7 +79,7 @@ def test_a_weight_moves_by_at_most_half_a_step(num_bits: int, num_inputs: int) -
 @pytest.mark.parametrize("num_bits", [8, 4])
 def test_zeros_and_equal_weights_stay(num_bits: int) -> None:
     """A group without a range is divided by nothing, or becomes numbers that are none."""
-    weight = torch.tensor([0.0, 0.5, -0.5])[:, None].expand(3, 64)
+    weight = torch.tensor([0.0, 0.5, -0.5, 0.01, 0.3, -0.02])[:, None].expand(6, 64)
     quantized = quantize_weight(weight, num_bits).dequantized()
     assert (quantized[0] == 0).all()
     torch.testing.assert_close(quantized, weight, rtol=2**-8, atol=0.0)

@@ -161,3 +161,66 @@ def test_closing_an_executor_undoes_it() -> None:
     kinds = {name: type(module) for name, module in model.named_modules()}
     make_executor(model, compile_kernels=True).close()
     assert {name: type(module) for name, module in model.named_modules()} == kinds
+
+
+@pytest.mark.parametrize("dtype", SmallOps.dtypes, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.02])
+def test_a_norm_that_takes_the_mean_away_is_no_rms_norm(dtype: torch.dtype, scale: float) -> None:
+    """However small its weights are: beside one, their differences look like rounding."""
+    norm = nn.LayerNorm(2048, bias=False).to(dtype)
+    norm.weight.data.fill_(scale)
+    assert find_formula(norm) is None
+
+
+@pytest.mark.parametrize("dtype", SmallOps.dtypes, ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.02])
+def test_an_rms_norm_is_found_whatever_its_weights(dtype: torch.dtype, scale: float) -> None:
+    """A norm of real models, with weights far from one."""
+    norm = make_model("llama").model.norm.to(dtype)
+    torch.manual_seed(0)
+    norm.weight.data = scale * torch.randn(2048).to(dtype)
+    assert find_formula(norm) is not None
+
+
+class Clamped(nn.Module):
+    """A gated block that bounds what it multiplies."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(64, 96, bias=False)
+        self.up_proj = nn.Linear(64, 96, bias=False)
+        self.down_proj = nn.Linear(96, 64, bias=False)
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = nn.functional.silu(self.gate_proj(x)).clamp(max=self.limit)
+        return self.down_proj(gate * self.up_proj(x).clamp(-self.limit, self.limit))
+
+
+@pytest.mark.parametrize("limit", [7.0, 16.0])
+def test_a_block_that_clamps_large_values_is_no_plain_one(limit: float) -> None:
+    """Its clamp is not seen at inputs of the usual size, and would be dropped in silence."""
+    assert not is_gated_mlp(Clamped(limit))
+    assert is_gated_mlp(Clamped(float("inf")))
+
+
+@needs_compiler
+def test_a_model_that_fails_at_any_step_keeps_its_own_parts(ops: SmallOps) -> None:
+    """What a model does with parts that are not its own raises anything; all of them go back."""
+    model = make_model("llama")
+    kinds = {name: type(module) for name, module in model.named_modules()}
+
+    def fails() -> None:
+        raise KeyError("a part that only this model has")
+
+    operate(model, fails, ops)
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+
+
+@needs_compiler
+def test_replaced_layers_still_tell_their_weights(ops: SmallOps) -> None:
+    """Some models ask a layer for the dtype of its weight, and would not run any more."""
+    model = make_model("llama")
+    own = model.model.norm.weight
+    operate(model, lambda: logits_of(model), ops)
+    assert model.model.norm.weight is own

@@ -25,6 +25,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #if defined(__AVX512BF16__)
@@ -347,8 +348,10 @@ void linear(const Number* x, const Layer<Number>& layer, Number* y, int64_t num_
     // Kept between calls: memory of this size would be taken from the system and given back each
     // time, a page fault for every 4 KB.
     static thread_local std::vector<Wide> kept;
-    if (static_cast<int64_t>(kept.size()) < num_rows * layer.padded_inputs)
+    if (static_cast<int64_t>(kept.size()) < num_rows * layer.padded_inputs) {
+        kept = {};  // before the larger one, so that both are never held
         kept.resize(num_rows * layer.padded_inputs);
+    }
     Wide* const wide = kept.data();
     const Blocks blocks(num_rows);
     const int64_t num_panels = (layer.num_outputs + PANEL - 1) / PANEL;
@@ -378,20 +381,32 @@ void linear(const Number* x, const Layer<Number>& layer, Number* y, int64_t num_
 
 }  // namespace
 
+// 0, or 1 where memory is out: an exception must not leave C.
 extern "C" {
 
-void linear_float32(const float* x, const float* weight, const float* bias, float* y,
-                    int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int num_threads) {
-    linear<float>(x, {weight, bias, num_inputs, num_inputs, num_outputs}, y, num_rows, num_threads);
+int linear_float32(const float* x, const float* weight, const float* bias, float* y,
+                   int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int num_threads) {
+    try {
+        linear<float>(x, {weight, bias, num_inputs, num_inputs, num_outputs}, y, num_rows,
+                      num_threads);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
 }
 
-void linear_bfloat16(const void* x, const void* weight, const void* bias, void* y,
-                     int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int num_threads) {
+int linear_bfloat16(const void* x, const void* weight, const void* bias, void* y,
+                    int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int num_threads) {
     const auto* weights = static_cast<const BFloat16*>(weight);
     const auto* biases = static_cast<const BFloat16*>(bias);
     const int64_t padded = (num_inputs + 1) / 2 * 2;
-    linear<BFloat16>(static_cast<const BFloat16*>(x),
-                     {weights, biases, num_inputs, padded, num_outputs}, static_cast<BFloat16*>(y),
-                     num_rows, num_threads);
+    try {
+        linear<BFloat16>(static_cast<const BFloat16*>(x),
+                         {weights, biases, num_inputs, padded, num_outputs},
+                         static_cast<BFloat16*>(y), num_rows, num_threads);
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+    return 0;
 }
 }

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <vector>
 
 namespace {
@@ -293,16 +294,19 @@ void linear(const Number* x, const Layer& layer, const Number* bias, Number* y, 
     const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL;
     std::vector<float> wide(num_rows * num_filled);
     lay_out(x, num_rows, num_inputs, num_filled, wide.data());
+    // Taken out here: what is thrown in a parallel region cannot be caught outside it.
+    const int64_t num_sums = std::min(num_rows, BATCH) * PANEL;
+    std::vector<float> all_sums(num_threads * num_sums);
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int thread = 0; thread < num_threads; ++thread) {
-        std::vector<float> sums(std::min(num_rows, BATCH) * PANEL);
+        float* const sums = all_sums.data() + thread * num_sums;
         for (int64_t start = 0; start < num_rows; start += BATCH) {
             const int64_t count = std::min(BATCH, num_rows - start);
             for (int64_t panel = num_panels * thread / num_threads;
                  panel < num_panels * (thread + 1) / num_threads; ++panel) {
                 multiply_panel<Format>(layer, panel, wide.data() + start * num_filled, count,
-                                       sums.data());
-                write(sums.data(), bias, panel * PANEL, count, num_outputs,
+                                       sums);
+                write(sums, bias, panel * PANEL, count, num_outputs,
                       y + start * num_outputs);
             }
         }
@@ -311,16 +315,22 @@ void linear(const Number* x, const Layer& layer, const Number* bias, Number* y, 
 
 }  // namespace
 
+// 0, or 1 where memory is out: an exception must not leave C.
 #define DEFINE_LINEAR(NAME, FORMAT, NUMBER)                                                      \
-    void NAME(const void* x, const void* lines, const void* parameters, const void* bias,        \
-              void* y, int64_t num_rows, int64_t num_inputs, int64_t num_outputs,                \
-              int num_threads) {                                                                 \
+    int NAME(const void* x, const void* lines, const void* parameters, const void* bias,         \
+             void* y, int64_t num_rows, int64_t num_inputs, int64_t num_outputs,                 \
+             int num_threads) {                                                                  \
         const int64_t num_filled = (num_inputs + GROUP - 1) / GROUP * GROUP;                     \
         const Layer layer{static_cast<const uint32_t*>(lines),                                   \
                           static_cast<const BFloat16*>(parameters), num_filled, num_outputs};    \
-        linear<FORMAT, NUMBER>(static_cast<const NUMBER*>(x), layer,                             \
-                               static_cast<const NUMBER*>(bias), static_cast<NUMBER*>(y),        \
-                               num_rows, num_inputs, num_threads);                               \
+        try {                                                                                    \
+            linear<FORMAT, NUMBER>(static_cast<const NUMBER*>(x), layer,                         \
+                                   static_cast<const NUMBER*>(bias), static_cast<NUMBER*>(y),    \
+                                   num_rows, num_inputs, num_threads);                           \
+        } catch (const std::bad_alloc&) {                                                        \
+            return 1;                                                                            \
+        }                                                                                        \
+        return 0;                                                                                \
     }
 
 extern "C" {

@@ -12,16 +12,13 @@ are multiplied at the speed of float32 products, and weights stay as narrow as t
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from deployments.execution.native.compiler import CannotCompile, compile_once
-
-logger = logging.getLogger(__name__)
+from deployments.execution.native.compiler import find_kernels
 
 PANEL = 16
 """Outputs of a panel, as native/linear.cpp has it."""
@@ -154,10 +151,5 @@ def find_linear_kernel(compiles: bool, cache: Path) -> LinearKernel | None:
         compiles: whether the machine's compiler may be used.
         cache: where the library is kept.
     """
-    if not compiles:
-        return None
-    try:
-        return LinearKernel(compile_once(_SOURCE, cache))
-    except (CannotCompile, OSError) as error:
-        logger.warning("linear layers go through torch, which is slower: %s", error)
-        return None
+    loss = "linear layers go through torch, which is slower"
+    return find_kernels(LinearKernel, _SOURCE, compiles, cache, loss)

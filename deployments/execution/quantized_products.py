@@ -10,7 +10,6 @@ in.
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from deployments.execution.native.compiler import CannotCompile, compile_once
+from deployments.execution.native.compiler import find_kernels
 from deployments.execution.quantized_weight import GROUP, QuantizedWeight
-
-logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).parent / "native" / "quantized_rows.cpp"
 _PANEL = 32
@@ -203,10 +200,6 @@ def choose_products(device: torch.device, compiles: bool, cache: Path) -> Produc
         compiles: whether the machine's compiler may be used.
         cache: where the library is kept.
     """
-    if device.type != "cpu" or not compiles:
-        return TorchProducts()
-    try:
-        return CompiledProducts(compile_once(_SOURCE, cache))
-    except (CannotCompile, OSError) as error:
-        logger.warning("quantised weights go through torch, which is much slower: %s", error)
-        return TorchProducts()
+    loss = "quantised weights go through torch, which is much slower"
+    may_compile = compiles and device.type == "cpu"
+    return find_kernels(CompiledProducts, _SOURCE, may_compile, cache, loss) or TorchProducts()

@@ -9,16 +9,13 @@ four to ten it needs for one of these.
 from __future__ import annotations
 
 import ctypes
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deployments.execution.native.compiler import CannotCompile, compile_once
-
-logger = logging.getLogger(__name__)
+from deployments.execution.native.compiler import find_kernels
 
 _SOURCE = Path(__file__).parent / "native" / "small_ops.cpp"
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -137,10 +134,5 @@ def find_small_ops(compiles: bool, cache: Path) -> SmallOps | None:
         compiles: whether the machine's compiler may be used.
         cache: where the library is kept.
     """
-    if not compiles:
-        return None
-    try:
-        return SmallOps(compile_once(_SOURCE, cache))
-    except (CannotCompile, OSError) as error:
-        logger.warning("small operations go through torch, which is slower: %s", error)
-        return None
+    loss = "small operations go through torch, which is slower"
+    return find_kernels(SmallOps, _SOURCE, compiles, cache, loss)

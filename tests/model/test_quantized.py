@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_compiled_linear import needs_compiler
 from tiny_models import (
     Oracle,
     assert_same,
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from deployments.execution.attention.backend import AttentionCall
 from deployments.execution.attention.cpu_sdpa import CpuSdpaAttention
 from deployments.execution.load_gate import UnsupportedModel
-from deployments.execution.native.compiler import CannotCompile, compile_once, find_compiler
+from deployments.execution.native.compiler import compile_once
 from deployments.execution.quantized import (
     CannotQuantize,
     QuantizedLinear,
@@ -40,20 +41,11 @@ from deployments.execution.quantized_products import (
 from deployments.execution.quantized_weight import GROUP, quantize_weight
 
 
-def _has_compiler() -> bool:
-    try:
-        find_compiler()
-    except CannotCompile:
-        return False
-    return True
-
-
-needs_compiler = pytest.mark.skipif(not _has_compiler(), reason="there is no C++ compiler here")
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Products:
-    return choose_products(torch.device("cpu"), True, tmp_path_factory.mktemp("kernels"))
+    found = choose_products(torch.device("cpu"), True, tmp_path_factory.mktemp("kernels"))
+    assert isinstance(found, CompiledProducts)
+    return found
 
 
 # --- what a code stands for -----------------------------------------------------------------------
@@ -192,6 +184,7 @@ def test_torch_multiplies_in_parts_alike(num_bits: int, monkeypatch: pytest.Monk
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
 
 
+@needs_compiler
 def test_codes_of_four_bits_take_half_a_byte(compiled: Products) -> None:
     """Memory is what quantising is for: 8.5 and 5 bits a weight."""
     for products in (TorchProducts(), compiled):

@@ -7,16 +7,22 @@ torch's headers takes a minute. Does not know what the functions do.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from filelock import FileLock
 
+logger = logging.getLogger(__name__)
+
+KernelsT = TypeVar("KernelsT")
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 120.0
 _FLAGS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
@@ -98,3 +104,23 @@ def _compile(compiler: str, source: Path, library: Path) -> None:
             raise CannotCompile(f"{compiler} failed on {source.name}: {done.stderr.strip()[-500:]}")
         # Whole or not at all, whenever this process may die.
         made.replace(library)
+
+
+def find_kernels(
+    load: Callable[[Path], KernelsT], source: Path, compiles: bool, cache: Path, loss: str
+) -> KernelsT | None:
+    """Kernels by the library of this source; None where this machine cannot have them.
+
+    Args:
+        load: takes the library; raises OSError if it cannot be loaded.
+        compiles: whether the machine's compiler may be used.
+        cache: where the library is kept.
+        loss: what it means to go without, for the log.
+    """
+    if not compiles:
+        return None
+    try:
+        return load(compile_once(source, cache))
+    except (CannotCompile, OSError) as error:
+        logger.warning("%s: %s", loss, error)
+        return None

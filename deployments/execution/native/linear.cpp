@@ -32,13 +32,10 @@
 #include <immintrin.h>
 #endif
 
+#include "vectors.h"
+
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
 constexpr int PANEL = 16;
 constexpr int VECTORS = PANEL / LANES;
 constexpr int MAX_ROWS = 6;           // of a tile: 12 of the 16 registers of AVX2 are its sums
@@ -46,38 +43,7 @@ constexpr int CHUNK_BLOCKS = 16;      // so many blocks of rows stay in the seco
 constexpr int64_t CHUNK_INPUTS = 512; // so many inputs of a panel stay in the first
 constexpr int PREFETCH_BYTES = 1024;  // measured: 512 and 2048 are slightly worse
 
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-// As they lie in memory: at any address, and of whatever type the numbers are.
-typedef Floats StoredFloats __attribute__((aligned(4), may_alias));
 typedef Words StoredWords __attribute__((aligned(2), may_alias));
-typedef Halves StoredHalves __attribute__((aligned(2), may_alias));
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float widen(float value) { return value; }
-
-inline float widen(BFloat16 value) {
-    const uint32_t word = static_cast<uint32_t>(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &word, sizeof wide);
-    return wide;
-}
-
-inline void store(Floats values, float* to) { *reinterpret_cast<StoredFloats*>(to) = values; }
-
-// To the nearest, ties to even; what is not a number stays so.
-inline void store(Floats values, BFloat16* to) {
-    const Words words = reinterpret_cast<Words>(values);
-    const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-    const Words no_number = (words >> 16) | 0x40;
-    const Words is_number = reinterpret_cast<Words>(values == values);
-    *reinterpret_cast<StoredHalves*>(to) = __builtin_convertvector(
-        (is_number & rounded) | (~is_number & no_number), Halves);
-}
 
 template <int ROWS, int PANELS>
 using Sums = Floats[ROWS][PANELS][VECTORS];

@@ -25,13 +25,10 @@
 #include <new>
 #include <vector>
 
+#include "vectors.h"
+
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
 constexpr int WORDS = 16;              // of a line
 constexpr int PANEL = 2 * WORDS;       // outputs
 constexpr int GROUP = 32;              // inputs that share a scale
@@ -43,47 +40,7 @@ constexpr int DIRECT = 3;              // up to so many rows the weights are mad
 constexpr int BLOCK = 4 * GROUP;       // inputs whose weights are made floats at once otherwise
 constexpr int64_t BATCH = 85 * ROWS;   // rows that stay in the second cache beside them
 
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-// As they lie in memory: at any address, and of whatever type the numbers are.
-typedef Floats StoredFloats __attribute__((aligned(4), may_alias));
 typedef Words StoredWords __attribute__((aligned(4), may_alias));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline float widen(float value) { return value; }
-
-inline float widen(BFloat16 value) {
-    const uint32_t word = static_cast<uint32_t>(value.bits) << 16;
-    float wide;
-    std::memcpy(&wide, &word, sizeof wide);
-    return wide;
-}
-
-inline void narrow(float value, float* to) { *to = value; }
-
-// To the nearest, ties to even; what is not a number stays so.
-inline void narrow(float value, BFloat16* to) {
-    uint32_t word;
-    std::memcpy(&word, &value, sizeof word);
-    if (value != value) {
-        to->bits = static_cast<uint16_t>((word >> 16) | 0x40);
-    } else {
-        to->bits = static_cast<uint16_t>((word + 0x7fff + ((word >> 16) & 1)) >> 16);
-    }
-}
-
-inline Floats widen_vector(const BFloat16* from) {
-    const Halves halves = *reinterpret_cast<const Halves*>(from);
-    return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
-}
-
-inline Floats load(const float* from) { return *reinterpret_cast<const StoredFloats*>(from); }
-inline void store(Floats value, float* to) { *reinterpret_cast<StoredFloats*>(to) = value; }
 
 // Vector `v` of a panel: outputs [v * LANES, (v + 1) * LANES), which lie in the words from
 // first_word(v) on, in the even or the odd fields.
@@ -99,7 +56,7 @@ struct Int8 {
         Floats scale;
     };
 
-    static Group load_group(const BFloat16* parameters) { return {widen_vector(parameters)}; }
+    static Group load_group(const BFloat16* parameters) { return {load(parameters)}; }
 
     static Floats weights(Words words, int field, const Group& group) {
         const Ints codes = reinterpret_cast<Ints>(words << (24 - 8 * field)) >> 24;
@@ -117,8 +74,8 @@ struct Int4 {
     };
 
     static Group load_group(const BFloat16* parameters) {
-        const Floats scale = widen_vector(parameters);
-        return {scale, widen_vector(parameters + PANEL) - 8.0f * scale};
+        const Floats scale = load(parameters);
+        return {scale, load(parameters + PANEL) - 8.0f * scale};
     }
 
     static Floats weights(Words words, int field, const Group& group) {

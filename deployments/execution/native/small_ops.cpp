@@ -12,48 +12,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "vectors.h"
+
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#else
-constexpr int LANES = 8;
-#endif
 constexpr int64_t ALONE = 32768;  // numbers that one thread computes alone
-
-typedef float Floats __attribute__((vector_size(LANES * 4)));
-typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
-typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
-typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-// As they lie in memory: at any address, and of whatever type the numbers are.
-typedef Floats StoredFloats __attribute__((aligned(4), may_alias));
-typedef Halves StoredHalves __attribute__((aligned(2), may_alias));
-
-struct BFloat16 {
-    uint16_t bits;
-};
-
-inline Floats load(const float* from) { return *reinterpret_cast<const StoredFloats*>(from); }
-
-inline Floats load(const BFloat16* from) {
-    const Halves halves = *reinterpret_cast<const StoredHalves*>(from);
-    return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
-}
-
-inline void store(Floats values, float* to) { *reinterpret_cast<StoredFloats*>(to) = values; }
-
-// To the nearest, ties to even; what is not a number stays so.
-inline Halves rounded_halves(Floats values) {
-    const Words words = reinterpret_cast<Words>(values);
-    const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
-    const Words no_number = (words >> 16) | 0x40;
-    const Words is_number = reinterpret_cast<Words>(values == values);
-    return __builtin_convertvector((is_number & rounded) | (~is_number & no_number), Halves);
-}
-
-inline void store(Floats values, BFloat16* to) {
-    *reinterpret_cast<StoredHalves*>(to) = rounded_halves(values);
-}
 
 // As if it had been stored as a Number and read back.
 inline Floats round_to(Floats values, const float*) { return values; }
@@ -77,12 +40,6 @@ inline void store_some(Floats values, Number* to, int64_t count) {
     Number some[LANES];
     store(values, some);
     std::memcpy(to, some, count * sizeof(Number));
-}
-
-inline float sum_of(Floats lanes) {
-    float sum = 0.0f;
-    for (int lane = 0; lane < LANES; ++lane) sum += lanes[lane];
-    return sum;
 }
 
 // e^x = 2^n * e^r with |r| <= ln(2) / 2 and e^r by a polynomial (Cephes, expf), exact to two units in

@@ -1,7 +1,7 @@
-// Vectors as wide as the machine this is compiled on, and what attention needs of them: reading
-// float32 and bfloat16 alike, sums across lanes, exp2 and tanh.
+// Vectors as wide as the machine this is compiled on, and what the kernels need of them: reading and
+// writing float32 and bfloat16 alike, sums across lanes, exp2 and tanh.
 //
-// Knows neither pages nor attention. Portable C++17 with the vector extension of GCC and Clang.
+// Knows no kernel. Portable C++17 with the vector extension of GCC and Clang.
 
 #pragma once
 
@@ -79,7 +79,20 @@ INLINE Floats load(const BFloat16* from) {
     return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
 }
 
-INLINE void store(Floats value, float* to) { *reinterpret_cast<StoredFloats*>(to) = value; }
+INLINE void store(Floats values, float* to) { *reinterpret_cast<StoredFloats*>(to) = values; }
+
+INLINE Halves rounded_halves(Floats values) {
+    const Words words = reinterpret_cast<Words>(values);
+    const Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;
+    const Words no_number = (words >> 16) | 0x40;
+    const Words is_number = reinterpret_cast<Words>(values == values);
+    return __builtin_convertvector((is_number & rounded) | (~is_number & no_number), Halves);
+}
+
+// Rounded as `narrow` does it.
+INLINE void store(Floats values, BFloat16* to) {
+    *reinterpret_cast<StoredHalves*>(to) = rounded_halves(values);
+}
 
 INLINE Quad load_quad(const float* from) { return *reinterpret_cast<const StoredQuad*>(from); }
 

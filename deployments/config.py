@@ -292,7 +292,9 @@ def read_yaml(path: Path) -> Any:
             f"{path}: cannot be read ({error.strerror}); give the path of a config file"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is not valid YAML: {error}") from error
+        # In one line: the library's own message is a picture of the place.
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{path}: is not valid YAML: {why}") from error
 
 
 def load_service_config(path: Path) -> ServiceConfig:

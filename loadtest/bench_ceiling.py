@@ -31,7 +31,8 @@ from loadtest.client import Ask, Client, Target
 from loadtest.load_run import LoadRun, PlannedRequest
 from loadtest.load_tally import LoadTally
 from loadtest.measures import Slo
-from loadtest.provenance import keep_result, origin
+from loadtest.number_types import positive_number, whole_number
+from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.stub_openai import STUB_MODEL
 from loadtest.target_check import TargetError, check_target
 
@@ -119,13 +120,16 @@ def run_bench(seconds: float, num_streams: int) -> Json:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this benchmark."""
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each of the two loads")
-    parser.add_argument("--streams", type=int, default=64, help="in flight at once")
+    parser.add_argument(
+        "--seconds", type=positive_number, default=5.0, help="of each of the two loads"
+    )
+    parser.add_argument("--streams", type=whole_number(1), default=64, help="in flight at once")
     parser.add_argument("--save-result", type=Path, help="write the result to this file as well")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print the figures as JSON."""
+    check_can_keep(arguments.save_result)
     result = run_bench(arguments.seconds, arguments.streams)
     if arguments.save_result is not None:
         keep_result(arguments.save_result, result)

@@ -29,7 +29,7 @@ from loadtest.load_tally import LoadTally
 from loadtest.load_workload import plan_requests
 from loadtest.local_service import changed_config, local_service
 from loadtest.measures import DEFINITIONS, Slo, Summary, result_json
-from loadtest.provenance import keep_result, origin
+from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.send_times import steady_times
 from loadtest.target_check import check_target
 from loadtest.trace import TraceRequest
@@ -211,6 +211,7 @@ def settings_of(arguments: argparse.Namespace) -> ChunkingSettings:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print the figures as JSON; 1 if a request failed."""
+    check_can_keep(arguments.save_result)
     result = run_bench(settings_of(arguments))
     if arguments.save_result is not None:
         keep_result(arguments.save_result, result)

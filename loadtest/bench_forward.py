@@ -35,6 +35,7 @@ from deployments.execution.model_executor import ModelExecutor
 from deployments.execution.model_loader import load_model
 from deployments.execution.prepack import multiplies_bfloat16
 from deployments.protocol import SamplingParams
+from loadtest.number_types import positive_number, whole_number
 from loadtest.report_data import Json
 
 CONTEXT = 256
@@ -238,8 +239,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this benchmark."""
     parser.add_argument("--config", type=Path, help="a Serve config file, or its args alone")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each kind of step")
+    parser.add_argument("--threads", type=whole_number(1), default=2)
+    parser.add_argument("--seconds", type=positive_number, default=1.0, help="of each kind of step")
 
 
 def main(arguments: argparse.Namespace) -> int:

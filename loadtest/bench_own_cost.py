@@ -27,9 +27,10 @@ import torch
 from deployments.execution.startup import made_to_stay
 from loadtest.bench_scheduler import measure_scheduler
 from loadtest.charts import Chart, draw_lines
+from loadtest.number_types import whole_number
 from loadtest.own_cost.growth import fit_line
 from loadtest.own_cost.model_side import SAMPLINGS, measure_inputs, measure_sampling
-from loadtest.provenance import keep_result, origin
+from loadtest.provenance import check_can_keep, keep_result, origin
 
 SIZES = (1, 16, 64, 256, 1024)
 SCHEDULING = "schedule + update"
@@ -129,7 +130,12 @@ def draw(result: Json) -> Chart:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this benchmark."""
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=SIZES, metavar="N", help="running requests"
+        "--sizes",
+        type=whole_number(1),
+        nargs="+",
+        default=SIZES,
+        metavar="N",
+        help="running requests",
     )
     parser.add_argument(
         "--save-result",
@@ -141,9 +147,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print the table."""
     sizes = sorted(set(arguments.sizes))
-    if len(sizes) < 2 or sizes[0] < 1:
-        print("bench own-cost: --sizes needs two different numbers from 1 on", file=sys.stderr)
+    if len(sizes) < 2:
+        print("bench own-cost: --sizes needs two different numbers", file=sys.stderr)
         return 2
+    check_can_keep(arguments.save_result)
     result = run_bench(sizes, lambda line: print(line, file=sys.stderr, flush=True))
     if arguments.save_result is not None:
         keep_result(arguments.save_result, result)

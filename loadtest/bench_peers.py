@@ -29,6 +29,7 @@ from deployments.config import ServiceConfig, parse_service_config
 from loadtest.bench_serve import free_port
 from loadtest.load_prompts import TextPrompts, TokenIdPrompts
 from loadtest.local_service import changed_config
+from loadtest.number_types import positive_number, whole_number
 from loadtest.peers import chunkserve_service
 from loadtest.peers.contest import Contest, ContestSettings, PromptForms
 from loadtest.peers.engine_service import EngineService
@@ -74,10 +75,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of our weights; by default as the config says",
     )
     parser.add_argument("--workloads", default=DEFAULT_WORKLOADS, help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
-    parser.add_argument("--rate", type=float, default=0.7, help="of W2, requests per second")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="that each service computes with")
+    parser.add_argument(
+        "--scale", type=positive_number, default=1.0, help="of the numbers of requests"
+    )
+    parser.add_argument(
+        "--rate", type=positive_number, default=0.7, help="of W2, requests per second"
+    )
+    parser.add_argument("--rounds", type=whole_number(1), default=2)
+    parser.add_argument(
+        "--threads", type=whole_number(1), default=2, help="that each service computes with"
+    )
     parser.add_argument(
         "--max-others", type=float, default=0.1, help="cores; a turn with more is dropped"
     )

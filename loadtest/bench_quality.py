@@ -33,7 +33,8 @@ from deployments.execution.model_source import cache_root
 from deployments.execution.quantized import QuantizedLinear, quantize_linears
 from deployments.execution.quantized_products import choose_products
 from deployments.protocol import GenerateRequest, SamplingParams
-from loadtest.provenance import keep_result, origin
+from loadtest.number_types import whole_number
+from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.quality import compare, read_windows
 from loadtest.shuffled_channels import can_shuffle, shuffle_channels
 
@@ -211,16 +212,19 @@ def _words(figures: Mapping[str, float]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this benchmark."""
     parser.add_argument("--config", type=Path, help="a config file; by default the small model")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=whole_number(1), default=2)
     parser.add_argument("--language", choices=["en", "zh"], default="en", help="of the text")
-    parser.add_argument("--windows", type=int, default=8, help="of text; 0: no quality")
-    parser.add_argument("--window-tokens", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=3, help="of each load; 0: no speed")
+    parser.add_argument("--windows", type=whole_number(0), default=8, help="of text; 0: no quality")
+    parser.add_argument("--window-tokens", type=whole_number(2), default=512)
+    parser.add_argument(
+        "--rounds", type=whole_number(0), default=3, help="of each load; 0: no speed"
+    )
     parser.add_argument("--save-result", type=Path, help="write the result to this file as well")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run it; prints the figures as JSON, and as a table on standard error."""
+    check_can_keep(arguments.save_result)
     config = ServiceConfig() if arguments.config is None else load_service_config(arguments.config)
     result = run_bench(config, arguments)
     if arguments.save_result is not None:

@@ -36,6 +36,7 @@ import psutil
 import yaml
 
 from loadtest.http_client import Address, Answer, Connection
+from loadtest.number_types import finite_number, positive_number, whole_number
 
 START_TIMEOUT_S = 180.0
 REQUEST = {"prompt": "Say something about the weather of today.", "max_tokens": 1}
@@ -292,12 +293,14 @@ def run_bench(settings: BenchSettings) -> Json:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this benchmark."""
-    parser.add_argument("--rounds", type=int, default=3, help="of each measurement, interleaved")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each window")
-    parser.add_argument("--connections", type=int, default=16, help="that ask at once")
-    parser.add_argument("--streams", type=int, default=64, help="that are read at once")
     parser.add_argument(
-        "--stream-interval", type=float, default=0.0, help="ours: pool.stream_interval_s"
+        "--rounds", type=whole_number(1), default=3, help="of each measurement, interleaved"
+    )
+    parser.add_argument("--seconds", type=positive_number, default=5.0, help="of each window")
+    parser.add_argument("--connections", type=whole_number(1), default=16, help="that ask at once")
+    parser.add_argument("--streams", type=whole_number(1), default=64, help="that are read at once")
+    parser.add_argument(
+        "--stream-interval", type=finite_number, default=0.0, help="ours: pool.stream_interval_s"
     )
 
 

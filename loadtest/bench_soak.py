@@ -31,6 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.bench_serve import free_port, running
 from loadtest.http_client import Address
+from loadtest.number_types import positive_number, whole_number
 from loadtest.words import WORDS
 
 MAX_TOKENS = 120
@@ -223,8 +224,8 @@ def run_soak(seconds: float, num_streams: int) -> Json:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this benchmark."""
-    parser.add_argument("--seconds", type=float, default=300.0)
-    parser.add_argument("--streams", type=int, default=200, help="read at once")
+    parser.add_argument("--seconds", type=positive_number, default=300.0)
+    parser.add_argument("--streams", type=whole_number(1), default=200, help="read at once")
 
 
 def main(arguments: argparse.Namespace) -> int:

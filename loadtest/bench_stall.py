@@ -21,6 +21,7 @@ from typing import Any
 
 from loadtest.bench_serve import free_port, running
 from loadtest.http_client import Address, Connection
+from loadtest.number_types import whole_number
 from loadtest.words import WORDS
 
 NUM_STREAMS = 8
@@ -140,7 +141,9 @@ def run_bench(num_tokens: int) -> Json:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of this benchmark."""
-    parser.add_argument("--tokens", type=int, default=100_000, help="of the huge prompts")
+    parser.add_argument(
+        "--tokens", type=whole_number(1), default=100_000, help="of the huge prompts"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:

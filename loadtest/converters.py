@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from loadtest.trace import TraceError, TraceRequest, read_trace
+from loadtest.trace import MAX_TOKENS, TraceError, TraceRequest, read_trace
 
 TRACES_VARIABLE = "CHUNKSERVE_TRACES"
 DEFAULT_TRACES = Path("../shared/traces")
 MOONCAKE = "mooncake"
+MAX_TOLD = 80
+"""Letters of a header that an error repeats."""
 
 _Row = Mapping[str, str]
 
@@ -188,8 +190,15 @@ def _format_of(path: Path, columns: tuple[str, ...]) -> CsvFormat:
         return form
     forms = "; ".join(f"{form.name}: {', '.join(form.required)}" for form in CSV_FORMATS)
     raise TraceError(
-        f"{path}: no known columns ({', '.join(columns) or 'the file is empty'}); known are {forms}"
+        f"{path}: no known columns ({_told(columns) or 'the file is empty'}); known are {forms}"
     )
+
+
+def _told(columns: tuple[str, ...]) -> str:
+    """What stands in a header, though it be that of a picture."""
+    text = ", ".join(columns)
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return text if len(text) <= MAX_TOLD else f"{text[:MAX_TOLD]}…"
 
 
 def _request_of(row: dict[str, str], form: CsvFormat) -> TraceRequest | None:
@@ -214,6 +223,8 @@ def _tokens(row: _Row, column: str) -> int:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not math.isfinite(value) or value < 0 or not value.is_integer():
-        raise TraceError(f"{column} must be a whole number of tokens, not {text!r}")
+    if not 0 <= value <= MAX_TOKENS or not value.is_integer():
+        raise TraceError(
+            f"{column} must be a whole number of tokens, at most {MAX_TOKENS:,}, not {text!r}"
+        )
     return int(value)

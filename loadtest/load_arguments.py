@@ -16,6 +16,7 @@ from pathlib import Path
 from loadtest.client import Target
 from loadtest.measures import Slo
 from loadtest.mix_arguments import add_mix_arguments, mix_of
+from loadtest.number_types import whole_number
 from loadtest.prompts import parse_languages
 from loadtest.send_times import RampStrategy, RampUp
 from loadtest.synthetic import Mix
@@ -23,6 +24,7 @@ from loadtest.target_arguments import ArgumentsError, add_target_arguments, pair
 from loadtest.trace_changes import TraceChanges, add_scale_arguments, changes_of
 
 DEFAULT_NUM_PROMPTS = 1000
+MAX_NUM_PROMPTS = 100_000_000
 
 
 class Dataset(str, Enum):
@@ -118,7 +120,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dataset-path", type=Path, help="of a trace or a table of lengths")
     group.add_argument(
         "--num-prompts",
-        type=int,
+        type=whole_number(1, MAX_NUM_PROMPTS),
         help=f"by default all of a trace, else {DEFAULT_NUM_PROMPTS}",
     )
     group.add_argument(

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from deployments.config import read_yaml
 from loadtest.bench_serve import free_port
 
 START_TIMEOUT_S = 300.0
@@ -37,9 +38,10 @@ def changed_config(path: Path, changes: Mapping[str, Mapping[str, Any]]) -> dict
         changes: by section of the service tree, the keys to set.
 
     Raises:
+        ConfigError: the file is missing or is no YAML.
         ValueError: the file has no application, or several.
     """
-    data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    data = read_yaml(path)
     applications = data.get("applications") if isinstance(data, dict) else None
     if not isinstance(applications, list) or len(applications) != 1:
         raise ValueError(f"{path} must have exactly one application, as configs/local.yaml has")

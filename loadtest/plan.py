@@ -20,15 +20,17 @@ from deployments.execution.cost_model import CostModel
 from loadtest.arrivals import within
 from loadtest.block_scale import ScaledTrace
 from loadtest.measures import Slo
+from loadtest.number_types import whole_number
 from loadtest.plan_pool import PoolPlanner, Question
 from loadtest.planning import PlanningError, Setting
 from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.report import write_report
 from loadtest.report_data import Run
-from loadtest.sim_command import add_trace_arguments, read_requests
+from loadtest.sim_command import MAX_REPLICAS, add_trace_arguments, read_requests
 from loadtest.trace import TraceRequest
 
 Json = dict[str, Any]
+MAX_BUDGET = 1_000_000
 
 
 def table_of(pools: Sequence[Mapping[str, Any]]) -> str:
@@ -66,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budgets", default="2048,1024,4096,512", help="max_num_batched_tokens to try"
     )
     parser.add_argument("--min-replicas", type=int, default=1)
-    parser.add_argument("--max-replicas", type=int, default=64)
+    parser.add_argument("--max-replicas", type=whole_number(1, MAX_REPLICAS), default=64)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--price", type=float, help="of one GPU for an hour")
@@ -151,6 +153,8 @@ def _settings_of(budgets: str, max_num_seqs: int) -> list[Setting]:
     except ValueError as error:
         raise PlanningError(f"--budgets {budgets}: give numbers such as 512,2048") from error
     for size in sizes:
+        if size > MAX_BUDGET:
+            raise PlanningError(f"a budget must be at most {MAX_BUDGET:,} tokens, not {size}")
         if size <= max_num_seqs:
             raise PlanningError(f"a budget of {size} must be above --max-num-seqs {max_num_seqs}")
     return [Setting(size, chunk) for size in sizes for chunk in (size, size // 2)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import perf_counter
@@ -17,6 +17,7 @@ from loadtest.arrivals import arriving_at
 from loadtest.block_scale import ScaledTrace
 from loadtest.converters import open_trace
 from loadtest.measures import DEFINITIONS, result_json
+from loadtest.number_types import whole_number
 from loadtest.policies import POLICIES
 from loadtest.provenance import check_can_keep, keep_result, origin
 from loadtest.report_data import report_section
@@ -42,6 +43,8 @@ FLEET_KEYS = (
 )
 CACHE_KEYS = ("block_size", "num_blocks")
 PERCENTILES = (50, 90, 99)
+MAX_REPLICAS, MAX_BLOCKS = 10_000, 10_000_000
+"""More do not fit into memory here."""
 TABLE = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -52,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost-model",
         help=f"a file, or one of: {', '.join(cost_model_names())}",
     )
-    parser.add_argument("--replicas", type=int, help="1 if no config says more")
+    parser.add_argument(
+        "--replicas", type=whole_number(1, MAX_REPLICAS), help="1 if no config says more"
+    )
     parser.add_argument("--policy", choices=list(POLICIES), help="chunked by default")
     parser.add_argument("--routing", choices=ROUTINGS, help="prefix by default")
     parser.add_argument("--slo", nargs="+", help="of a good request: ttft:300 itl:50")
@@ -78,7 +83,11 @@ def _add_replica_arguments(group: argparse._ArgumentGroup) -> None:
         "--config", type=Path, help="a fleet such as configs/sim.yaml, or the file of a service"
     )
     for key in (*SCHEDULER_KEYS, *CACHE_KEYS):
-        kind = float if key in ("batch_timeout_ms", "overlap_ratio") else int
+        kind: Callable[[str], float] = int
+        if key in ("batch_timeout_ms", "overlap_ratio"):
+            kind = float
+        elif key == "num_blocks":
+            kind = whole_number(1, MAX_BLOCKS)
         group.add_argument(f"--{key.replace('_', '-')}", type=kind, help="instead of the config's")
     group.add_argument("--no-prefix-caching", action="store_true")
     group.add_argument("--max-model-len", type=int)

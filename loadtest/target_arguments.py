@@ -9,9 +9,11 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 from loadtest.client import Target
+from loadtest.number_types import finite_number
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 ENDPOINTS = {
@@ -20,14 +22,14 @@ ENDPOINTS = {
     "openai-chat": "/v1/chat/completions",
 }
 """The route of each `--backend`, unless `--endpoint` gives another."""
-SAMPLING = {
-    "temperature": float,
-    "top_p": float,
+SAMPLING: dict[str, Callable[[str], float]] = {
+    "temperature": finite_number,
+    "top_p": finite_number,
     "top_k": int,
-    "min_p": float,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "repetition_penalty": float,
+    "min_p": finite_number,
+    "frequency_penalty": finite_number,
+    "presence_penalty": finite_number,
+    "repetition_penalty": finite_number,
 }
 
 

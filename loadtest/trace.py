@@ -21,6 +21,12 @@ import orjson
 HASH_BLOCK_TOKENS = 512
 """Tokens that a hash id stands for (Mooncake, FAST'25, section 4)."""
 
+MAX_TOKENS = 10_000_000
+"""Of a prompt or an answer: more than any model takes, and less than memory holds."""
+MAX_PRIORITY = 1_000_000
+MAX_TIME_MS = 1e15
+"""Some thirty thousand years."""
+
 REQUIRED_COLUMNS = ("timestamp", "input_length", "output_length")
 OPTIONAL_COLUMNS = ("hash_ids", "priority")
 
@@ -107,10 +113,10 @@ def _request_of(line: bytes) -> TraceRequest:
     _check_columns(row)
     return TraceRequest(
         timestamp_s=_time_ms(row["timestamp"]) / 1e3,
-        input_length=_whole(row, "input_length", 1),
-        output_length=_whole(row, "output_length", 1),
+        input_length=_whole(row, "input_length", 1, MAX_TOKENS),
+        output_length=_whole(row, "output_length", 1, MAX_TOKENS),
         hash_ids=_hash_ids(row.get("hash_ids", [])),
-        priority=_whole(row, "priority", 0) if "priority" in row else 0,
+        priority=_whole(row, "priority", 0, MAX_PRIORITY) if "priority" in row else 0,
     )
 
 
@@ -127,15 +133,15 @@ def _check_columns(row: Mapping[str, Any]) -> None:
 def _time_ms(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise TraceError(f"timestamp must be a number of milliseconds, not {value!r}")
-    if value < 0:
-        raise TraceError(f"timestamp must be 0 or more milliseconds, not {value!r}")
+    if not 0 <= value <= MAX_TIME_MS:
+        raise TraceError(f"timestamp must be 0 to {MAX_TIME_MS:g} milliseconds, not {value!r}")
     return float(value)
 
 
-def _whole(row: Mapping[str, Any], name: str, least: int) -> int:
+def _whole(row: Mapping[str, Any], name: str, least: int, most: int) -> int:
     value = row[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise TraceError(f"{name} must be a whole number of {least} or more, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise TraceError(f"{name} must be a whole number of {least} to {most:,}, not {value!r}")
     return value
 
 

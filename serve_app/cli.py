@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loadtest.number_types import whole_number
 from serve_app.command_parser import CommandParser
 
 if TYPE_CHECKING:
@@ -276,9 +277,13 @@ def _add_bench(commands: Commands) -> None:
         "engine", help="the engine beside transformers' generate and continuous batching, no HTTP"
     )
     engine.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="bfloat16")
-    engine.add_argument("--threads", type=int, default=2)
-    engine.add_argument("--rounds", type=int, default=3, help="of each measurement, interleaved")
-    engine.add_argument("--tokens", type=int, default=64, help="output tokens per request")
+    engine.add_argument("--threads", type=whole_number(1), default=2)
+    engine.add_argument(
+        "--rounds", type=whole_number(1), default=3, help="of each measurement, interleaved"
+    )
+    engine.add_argument(
+        "--tokens", type=whole_number(1), default=64, help="output tokens per request"
+    )
     _add_model_arguments(engine)
     engine.set_defaults(run=_bench_engine)
     _add_modules(kinds, BENCH_MODULES)

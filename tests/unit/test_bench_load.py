@@ -132,7 +132,6 @@ async def _html(_: web.Request) -> web.StreamResponse:
         (["--metric-percentiles", "99,x"], "--metric-percentiles takes numbers"),
         (["--extra-body", "[1]"], "--extra-body takes a JSON object"),
         (["--max-concurrency", "0"], "--max-concurrency must be above 0"),
-        (["--num-prompts", "0"], "must be at least 1"),
         (["--dataset-name", "synthetic", "--mix-short", "9-3"], "no lengths from 9 to 3"),
         (["--tokenizer", "/nowhere"], "no tokenizer from /nowhere"),
         (["--languages", "xx"], "no languages xx"),

@@ -88,7 +88,10 @@ def test_every_command_loads_and_says_what_it_does() -> None:
     [
         (("nix",), "invalid choice: 'nix'"),
         (("bench",), "arguments are required: kind"),
-        (("bench", "load", "--num-prompts", "many"), "--num-prompts: invalid int value: 'many'"),
+        (
+            ("bench", "load", "--num-prompts", "many"),
+            "--num-prompts: must be a whole number of 1 to 100,000,000, not 'many'",
+        ),
         (("trace", "convert", "a"), "arguments are required: output"),
         (("simulate", "a.jsonl", "--policy", "fast"), "--policy: invalid choice: 'fast'"),
     ],

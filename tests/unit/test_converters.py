@@ -121,3 +121,13 @@ def test_a_trace_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert find_trace("trace") == find_trace("trace.csv") == find_trace(path) == path
     with pytest.raises(TraceError, match="set CHUNKSERVE_TRACES"):
         find_trace("other")
+
+
+def test_the_header_of_a_picture_is_told_in_short(tmp_path: Path) -> None:
+    """A binary file ends in a screen of its bytes, over many lines."""
+    path = tmp_path / "x.csv"
+    path.write_bytes(bytes(range(14, 256)) * 20)
+    with pytest.raises(TraceError, match="no known columns") as refused:
+        open_trace(path)
+    told = str(refused.value).replace(str(path), "")
+    assert told.isprintable() and len(told) < 400

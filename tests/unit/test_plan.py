@@ -73,7 +73,6 @@ def test_a_load_that_no_fleet_serves_is_said_so(
         (["--cost-model", "b300"], "b300"),
         (["--budgets", "many"], "--budgets"),
         (["--budgets", "128"], "above --max-num-seqs"),
-        (["--max-replicas", "0"], "replicas"),
         (["--seconds", "-1"], ""),
     ],
 )

@@ -114,7 +114,6 @@ def test_lengths_get_the_arrivals_that_are_asked_for(
     ("arguments", "message"),
     [
         (("--cost-model", "abacus"), "no cost model abacus"),
-        (("--cost-model", "a100-llama3-8b", "--replicas", 0), "replicas must be at least 1"),
         (("--cost-model", "a100-llama3-8b", "--chunk-size", 0), "chunk_size"),
         (("--cost-model", "a100-llama3-8b", "--slo", "soon"), "soon"),
         (("--cost-model", "a100-llama3-8b", "--max-num-batched-tokens", 5), "max_num_seqs"),

@@ -193,3 +193,11 @@ def test_published_traces_are_what_their_authors_say() -> None:
     assert conversation["num_requests"] == 5719
     hit_rate = conversation["sharing"]["best_token_hit_rate"]
     assert hit_rate == pytest.approx(0.3472, abs=5e-5)
+
+
+def test_a_trace_of_years_is_described() -> None:
+    """Its seconds are written down one by one until memory ends."""
+    requests = [TraceRequest(time_s, 5, 5) for time_s in (0.0, 0.2, 1e11)]
+    arrivals = describe(ScaledTrace(requests, 512))["arrivals"]
+    assert arrivals["windows"][0]["peak_rate"] == 2.0
+    assert arrivals["windows"][0]["dispersion"] == pytest.approx(2.0)

@@ -76,6 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     print(table_of(result, settings.result))
     if path is not None:
         keep_result(path, result)
+        print(f"saved to {path}", file=sys.stderr)
     if result["interrupted"]:
         return INTERRUPTED
     return 0 if result["completed"] else 1

@@ -147,7 +147,7 @@ def _sweep(runs: Sequence[Run], metric: str, title: str) -> Chart | None:
         return None
     axes.set_yscale("log")
     axes.set_xlim(left=0)
-    _mark_bounds(axes.axhline, runs, metric)
+    _mark_bounds(axes.axhline, [run for run in runs if run.result.get("sweep")], metric)
     return _chart(figure, axes, f"rate_{metric}", title)
 
 
@@ -333,7 +333,7 @@ def _chart(figure: Figure, axes: Axes, name: str, title: str, least_labels: int 
     for axis in (axes.xaxis, axes.yaxis):
         _write_plainly(axis)
     if len(axes.get_legend_handles_labels()[1]) >= least_labels:
-        axes.legend(fontsize=8, frameon=False, loc="best")
+        axes.legend(fontsize=8, edgecolor="none", loc="best")
     return _saved(figure, name, title)
 
 

@@ -107,6 +107,17 @@ def test_a_trace_is_replayed_at_its_times(tmp_path: Path) -> None:
     assert 0.1 <= float(str(result["duration"]))
 
 
+def test_a_kept_result_is_said_to_be_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The name is made of rate, model and date, and whoever wants to read it has to look for it."""
+    with serving_in_thread() as url:
+        flags = ["--base-url", url, "--num-prompts", "2", "--input-len", "4", "--output-len", "2"]
+        assert bench_load(*flags, "--save-result", "--result-dir", str(tmp_path)) == 0
+    (path,) = tmp_path.glob("*.json")
+    assert capsys.readouterr().err.splitlines()[-1] == f"saved to {path}"
+
+
 async def _html(_: web.Request) -> web.StreamResponse:
     return web.Response(text="<html>", content_type="text/html")
 

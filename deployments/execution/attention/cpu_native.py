@@ -102,6 +102,10 @@ class CpuNativeAttention:
     def plan(self, batch: InputBatch, windows: Collection[int | None]) -> NativePlan:
         return NativePlan.build(batch)
 
+    def tensors_of(self, plan: NativePlan) -> tuple[Tensor, ...]:
+        """See TapePlans."""
+        return plan.tensors
+
     def attend(self, call: AttentionCall, cache: LayerCache, plan: NativePlan) -> Tensor:
         """See AttentionBackend.
 

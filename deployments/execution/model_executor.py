@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from deployments.engine.outputs import (
     SchedulerOutput,
 )
 from deployments.execution import surgery
+from deployments.execution.attention.backend import AttentionBackend
 from deployments.execution.attention.choice import choose_backend
 from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.compiled_linear import find_linear_kernel
@@ -36,6 +39,7 @@ from deployments.execution.load_gate import (
     eager_answers,
     probe_layers,
 )
+from deployments.execution.model_forward import ModelForward
 from deployments.execution.model_loader import LoadedModel, default_num_threads, load_model
 from deployments.execution.model_source import cache_root
 from deployments.execution.packed_forward import PackedForward
@@ -46,7 +50,7 @@ from deployments.execution.quantized_products import choose_products
 from deployments.execution.sampler import Sampler
 from deployments.execution.small_ops import find_small_ops
 from deployments.execution.static_plans import StaticShape
-from deployments.execution.step_runner import choose_runner
+from deployments.execution.step_runner import StepRunner, choose_graphs
 from deployments.execution.tape.runner import choose_tapes
 from deployments.protocol import ModelCard
 
@@ -104,12 +108,7 @@ class ModelExecutor:
         cache = PagedKVCache(specs, num_blocks, block_size, dtype, device)
         longest = -(-loaded.max_model_len // block_size)
         largest = StaticShape(config.scheduler.max_num_seqs, 0, longest, block_size)
-        if device.type == "cpu":
-            execution = config.execution
-            may_tape = execution.tape_steps and execution.compile_kernels
-            runner = choose_tapes(may_tape, kernel_cache, backend)
-        else:
-            runner = choose_runner(config.execution.cuda_graphs, backend, device, largest)
+        runner = self._choose_runner(config, backend, largest)
         self._forward = PackedForward(model, self._attention, backend, specs, cache, runner)
         eos_token_ids = sorted(loaded.eos_token_ids)
         self._grammars = make_grammar_compiler(
@@ -123,6 +122,15 @@ class ModelExecutor:
             block_size=block_size,
             eos_token_ids=loaded.eos_token_ids,
         )
+
+    def _choose_runner(
+        self, config: ServiceConfig, backend: AttentionBackend[Any], largest: StaticShape
+    ) -> Callable[[ModelForward], StepRunner]:
+        execution = config.execution
+        if self.device.type != "cpu":
+            return choose_graphs(execution.cuda_graphs, backend, self.device, largest)
+        may_tape = execution.tape_steps and execution.compile_kernels
+        return choose_tapes(may_tape, cache_root(config.model), backend)
 
     def _reshape_for_cpu(self, loaded: LoadedModel, config: ServiceConfig) -> None:
         compiles, cache = config.execution.compile_kernels, cache_root(config.model)

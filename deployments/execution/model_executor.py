@@ -59,6 +59,7 @@ from deployments.execution.sampler import Sampler
 from deployments.execution.small_ops import find_small_ops
 from deployments.execution.static_plans import StaticShape
 from deployments.execution.step_runner import choose_runner
+from deployments.execution.tape.runner import choose_tapes
 from deployments.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,12 @@ class ModelExecutor:
         cache = PagedKVCache(specs, num_blocks, block_size, dtype, device)
         longest = -(-loaded.max_model_len // block_size)
         largest = StaticShape(config.scheduler.max_num_seqs, 0, longest, block_size)
-        runner = choose_runner(config.execution.cuda_graphs, backend, device, largest)
+        if device.type == "cpu":
+            execution = config.execution
+            may_tape = execution.tape_steps and execution.compile_kernels
+            runner = choose_tapes(may_tape, kernel_cache, backend)
+        else:
+            runner = choose_runner(config.execution.cuda_graphs, backend, device, largest)
         self._forward = PackedForward(model, self._attention, backend, specs, cache, runner)
         self._limits = ModelLimits(
             max_model_len=loaded.max_model_len,

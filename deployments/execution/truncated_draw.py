@@ -216,11 +216,17 @@ def _draw_among(
 
 def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
     """The index at which the running sum of `weights` [num_rows, n] passes the share `draws`
-    [num_rows].
+    [num_rows]; any index where they are not numbers.
     """
-    cdf = weights.cumsum(dim=-1)
+    return _search(weights.cumsum(dim=-1), draws)[:, 0]
+
+
+def _search(cdf: Tensor, draws: Tensor) -> Tensor:
+    """[num_rows, 1]: where running sums [num_rows, n] pass the shares `draws` [num_rows]."""
     # Strictly above, so that an index of weight 0 is never taken.
-    return torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
+    found = torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)
+    # No sum passes NaN, and reading beyond the end would be the end of a GPU's process.
+    return found.clamp_(max=cdf.shape[1] - 1)
 
 
 def _inverse_cdf_by_blocks(weights: Tensor, draws: Tensor) -> Tensor:
@@ -233,7 +239,7 @@ def _inverse_cdf_by_blocks(weights: Tensor, draws: Tensor) -> Tensor:
     sums = _block_sums(weights)
     cdf = sums.cumsum(dim=-1)
     target = (draws * cdf[:, -1])[:, None]
-    block = torch.searchsorted(cdf, target, right=True)
+    block = _search(cdf, draws)
     before = cdf.gather(1, block) - sums.gather(1, block)
     # Two ways to sum differ in the last bit, which must lead neither below the block nor beyond it.
     share = ((target - before) / sums.gather(1, block)).clamp_(0.0, _BELOW_ONE)[:, 0]

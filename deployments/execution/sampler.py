@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from deployments.execution.penalties import apply_penalties
 from deployments.execution.prompt_logprobs import MIN_LOGPROB, NOT_FINITE, token_logprobs
 from deployments.execution.readback import Readback, read_back
 from deployments.execution.truncated_draw import draw_tokens
+from deployments.execution.upload import upload
 from deployments.protocol import RequestRefused, SamplingParams, TokenLogprobs
 
 __all__ = ["MIN_LOGPROB", "Sampler"]
@@ -95,7 +97,7 @@ class Sampler:
         errors: dict[int, str] = {}
         edited = self._edit(scores, requests, errors)
         if edited:
-            index = torch.tensor(edited, device=scores.device)
+            [index] = upload([np.array(edited)], scores.device)
             best[index], token_ids[index] = scores[index].max(dim=-1)
         drawn = [
             row
@@ -105,7 +107,7 @@ class Sampler:
         if len(drawn) == len(requests):
             token_ids = draw_tokens(scores, best, requests)
         elif drawn:
-            index = torch.tensor(drawn, device=scores.device)
+            [index] = upload([np.array(drawn)], scores.device)
             token_ids[index] = draw_tokens(
                 scores[index], best[index], [requests[row] for row in drawn]
             )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from deployments.execution.device_memory import is_out_of_memory, release_unused
 from deployments.execution.grammar import GrammarCompiler
 from deployments.execution.kv_cache import (
     CPU_DEFAULT_MAX_GB,
+    FreeMemory,
+    LayerSpec,
     PagedKVCache,
     num_block_bytes,
     num_blocks_that_fit,
@@ -38,6 +40,13 @@ from deployments.execution.load_gate import (
     check_against_eager,
     eager_answers,
     probe_layers,
+)
+from deployments.execution.memory_profile import (
+    StepParts,
+    StepShape,
+    find_peak_meter,
+    log_reserve,
+    measure_largest_step,
 )
 from deployments.execution.model_forward import ModelForward
 from deployments.execution.model_loader import LoadedModel, default_num_threads, load_model
@@ -97,8 +106,14 @@ class ModelExecutor:
         if device.type == "cpu" and config.execution.prepack_weights:
             self._reshape_for_cpu(loaded, config)
         check_against_eager(model, self._attention, backend, specs, answers, block_size)
+        eos_token_ids = sorted(loaded.eos_token_ids)
+        self._grammars = make_grammar_compiler(
+            loaded.tokenizer_files, loaded.vocab_size, eos_token_ids
+        )
+        self._sampler = Sampler(eos_token_ids, self._grammars)
+        num_step_bytes = self._measure_step(backend, specs, loaded, config)
         num_blocks = num_blocks_that_fit(
-            num_free_bytes(device),
+            FreeMemory(num_free_bytes(device), num_step_bytes),
             num_block_bytes(specs, block_size, dtype),
             config.cache,
             config.scheduler,
@@ -110,11 +125,6 @@ class ModelExecutor:
         largest = StaticShape(config.scheduler.max_num_seqs, 0, longest, block_size)
         runner = self._choose_runner(config, backend, largest)
         self._forward = PackedForward(model, self._attention, backend, specs, cache, runner)
-        eos_token_ids = sorted(loaded.eos_token_ids)
-        self._grammars = make_grammar_compiler(
-            loaded.tokenizer_files, loaded.vocab_size, eos_token_ids
-        )
-        self._sampler = Sampler(eos_token_ids, self._grammars)
         self._limits = ModelLimits(
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
@@ -131,6 +141,23 @@ class ModelExecutor:
             return choose_graphs(execution.cuda_graphs, backend, self.device, largest)
         may_tape = execution.tape_steps and execution.compile_kernels
         return choose_tapes(may_tape, cache_root(config.model), backend)
+
+    def _measure_step(
+        self,
+        backend: AttentionBackend[Any],
+        specs: Sequence[LayerSpec],
+        loaded: LoadedModel,
+        config: ServiceConfig,
+    ) -> int:
+        """Bytes that the largest step takes on a GPU; 0 elsewhere."""
+        meter = find_peak_meter(loaded.model.device)
+        if meter is None:
+            return 0
+        shape = StepShape.of(config.scheduler, loaded.max_model_len, config.cache.block_size)
+        parts = StepParts(loaded.model, self._attention, backend, specs, self._sampler)
+        num_bytes = measure_largest_step(parts, shape, meter)
+        log_reserve(num_bytes, shape, config.scheduler.gpu_mem_reserve_gb)
+        return num_bytes
 
     def _reshape_for_cpu(self, loaded: LoadedModel, config: ServiceConfig) -> None:
         compiles, cache = config.execution.compile_kernels, cache_root(config.model)

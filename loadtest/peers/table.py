@@ -124,6 +124,7 @@ def _dropped(dropped: Sequence[Json]) -> list[str]:
 def _failed(failed: Sequence[Json]) -> list[str]:
     return [
         f"failed: round {each['round_number']} {each['workload']} {each['service']}: "
-        f"{each['num_failed']} requests, so the turn does not count: {'; '.join(each['errors'].values())}"
+        f"{each['num_failed']} requests, so the turn does not count: "
+        f"{'; '.join(each['errors'].values())}"
         for each in failed
     ]

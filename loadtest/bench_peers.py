@@ -38,6 +38,7 @@ from loadtest.peers.installer import install_peers
 from loadtest.peers.launch import Peer, Place
 from loadtest.peers.launchers import PEERS
 from loadtest.peers.model_files import find_model_dir, weights_of
+from loadtest.peers.process import ServerFailed
 from loadtest.peers.services import HttpService, Service
 from loadtest.peers.summary import summarise
 from loadtest.peers.table import table_of
@@ -120,7 +121,10 @@ def main(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         tell(f"interrupted; what was measured is in {arguments.results_dir / RESULT}")
         return INTERRUPTED
-    return int(bool(summary["failed"]))
+    except ServerFailed as error:
+        tell(f"nothing is measured: {error}")
+        return 1
+    return int(bool(summary["failed"] or summary["left_out"]))
 
 
 def run_bench(
@@ -135,6 +139,7 @@ def run_bench(
         quiet: entered around each turn.
 
     Raises:
+        ServerFailed: ours did not come up.
         ValueError: an argument is out of range.
     """
     settings = settings_of(arguments)
@@ -159,7 +164,7 @@ def run_bench(
                 "rate": settings.sizes.rate,
                 "rounds": settings.num_rounds,
                 "skipped": [peer.name for peer in peers if peer not in installed],
-                **summarise(contest.results, contest.entrants, limits, shapes),
+                **summarise(contest.results, contest.entrants, limits, shapes, contest.left_out),
             }
             keep_result(arguments.results_dir / RESULT, summary)
             return summary
@@ -263,14 +268,11 @@ def services_of(
     file = folder / "serve.yaml"
     file.write_text(yaml.safe_dump(serve_config), encoding="utf-8")
     weights = weights_of(config.model)
-    ours = chunkserve_service.launch(
-        place, free_port(), file, weights.dtype, weights.bytes_per_weight
-    )
+    ours = chunkserve_service.launch(free_port(), file, weights)
     services: list[Service] = [HttpService(chunkserve_service.NAME, ours, folder)]
     services += [HttpService(peer.name, peer.launch(place, free_port()), folder) for peer in peers]
     if not arguments.no_engine:
-        bytes_held = ours.weight_bytes
-        services.append(EngineService(config, weights.dtype, bytes_held, folder))
+        services.append(EngineService(config, weights.dtype, weights.num_bytes, folder))
     return services
 
 

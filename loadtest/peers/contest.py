@@ -6,7 +6,7 @@ Owns which service runs when. One is measured at a time; the others are paused m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -78,20 +78,29 @@ class Contest:
     quiet: Quiet = no_wait
     results: list[TurnResult] = field(default_factory=list)
     entrants: list[Entrant] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Who did not come up or ended on the way, and why."""
 
     def run(self, on_turn: Callable[[], object] = lambda: None) -> None:
         """Play everything; `on_turn` is called after each turn, with the results so far in place.
-        A service that does not come up is left out, and told.
+        A service that does not come up, or ends on the way, is left out from there on, and told.
+
+        Raises:
+            ServerFailed: ours did not come up, and there is nothing to compare with.
         """
         with ExitStack() as ends:
             # Each is ended, also when another's end is interrupted.
             for service in self.services:
                 ends.callback(service.end)
-            present = {each.name: each for each in self.services if self._start(each)}
+            ours, *others = self.services
+            if not self._start(ours):
+                raise ServerFailed(self.left_out[ours.name])
+            present = {each.name: each for each in [ours, *filter(self._start, others)]}
             turns = interleaved(list(present), self.settings.workloads, self.settings.num_rounds)
             for turn in turns:
-                if present[turn.service].can_take(turn.workload):
-                    self._take(turn, present)
+                service = present[turn.service]
+                if service.name not in self.left_out and service.can_take(turn.workload):
+                    self._take(turn, service)
                     on_turn()
 
     def _start(self, service: Service) -> bool:
@@ -103,13 +112,17 @@ class Contest:
                     self._warm_up(service, workload)
                 service.pause()
         except ServerFailed as error:
-            self.tell(f"{service.name} is left out: {error}")
-            service.end()
+            self._leave_out(service, error)
             return False
         self.tell(f"{service.name} was ready after {start_s:.0f} s")
         entrant = Entrant(service.name, service.dtype, service.weight_bytes, start_s)
         self.entrants.append(entrant)
         return True
+
+    def _leave_out(self, service: Service, error: ServerFailed) -> None:
+        self.left_out[service.name] = str(error)
+        self.tell(f"{service.name} is left out: {error}")
+        service.end()
 
     def _warm_up(self, service: Service, name: str) -> None:
         workload = build_workload(name, self.settings.sizes, WARM_UP_ROUND)
@@ -119,15 +132,16 @@ class Contest:
         if result.num_failed:
             raise ServerFailed(f"{service.name} fails: {'; '.join(result.errors.values())}")
 
-    def _take(self, turn: Turn, present: Mapping[str, Service]) -> None:
-        service = present[turn.service]
-        workload = self._workload(turn)
-        with self.quiet():
-            service.resume()
-            try:
+    def _take(self, turn: Turn, service: Service) -> None:
+        try:
+            workload = self._workload(turn)
+            with self.quiet():
+                service.resume()
                 result = asyncio.run(self._settled(turn, service, workload))
-            finally:
                 service.pause()
+        except ServerFailed as error:
+            self._leave_out(service, error)
+            return
         self.results.append(result)
         self.tell(_line_of(result))
 
@@ -145,9 +159,16 @@ class Contest:
         return build_workload(turn.workload, sizes, turn.round_number)
 
     def _capacity(self, service: str) -> float:
-        """Of the first time that it played W2cap, so that it is the same in all rounds."""
+        """Of the first time that it played W2cap, so that it is the same in all rounds.
+
+        Raises:
+            ServerFailed: it completed no request of it.
+            ValueError: it was not asked.
+        """
         for result in self.results:
             if (result.turn.service, result.turn.workload) == (service, CAPACITY):
+                if CAPACITY_FIGURE not in result.figures:
+                    raise ServerFailed(f"{service} failed {CAPACITY}, whose rate is needed")
                 return result.figures[CAPACITY_FIGURE]
         raise ValueError(f"W2half and W2most need {CAPACITY} before them: add it to --workloads")
 

@@ -77,7 +77,9 @@ def _ttft(label: str, percent: float) -> Callable[[Records], float | None]:
 
 
 def _gaps_ms(records: Records, label: str) -> list[float]:
-    return [gap_s * 1e3 for record in records.get(label, ()) for gap_s in record.gaps_s()]
+    # An answer that came at once is no stream and has no gaps, rather than gaps of nothing.
+    streams = [record for record in records.get(label, ()) if record.worst_gap_s]
+    return [gap_s * 1e3 for record in streams for gap_s in record.gaps_s()]
 
 
 def _itl_ms(label: str, percent: float) -> Callable[[Records], float | None]:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from loadtest.client import Target
 
-BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5}
-"""Without the scales of quantised weights."""
+BYTES_PER_WEIGHT = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+REQUEST_TIMEOUT_S = 600.0
+"""More than any workload takes: a server that hangs fails its turn instead of holding up all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ def completions(port: int, model: str, **options: object) -> Target:
         model,
         ignores_eos=True,
         extra_body=options,
+        timeout_s=REQUEST_TIMEOUT_S,
     )
 
 

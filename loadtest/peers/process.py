@@ -67,7 +67,7 @@ class ServerProcess:
         """
         deadline_s = self._started_s + timeout_s
         while not self._is_ready():
-            if self._process.poll() is not None:
+            if self.has_ended:
                 raise ServerFailed(f"{self.name} ended while starting:\n{self.log_tail()}")
             if time.monotonic() > deadline_s:
                 raise ServerFailed(
@@ -75,6 +75,11 @@ class ServerProcess:
                 )
             time.sleep(POLL_S)
         return time.monotonic() - self._started_s
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is gone."""
+        return self._process.poll() is not None
 
     def pause(self) -> None:
         """Stop it, so that it takes no processor time at all."""

@@ -31,8 +31,8 @@ class Spread:
 
 
 def counted(results: Iterable[TurnResult]) -> list[TurnResult]:
-    """Those that were not dropped."""
-    return [result for result in results if not result.dropped]
+    """Those in which nobody disturbed and no request failed."""
+    return [result for result in results if result.counts]
 
 
 def spread_of(

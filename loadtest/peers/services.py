@@ -41,7 +41,11 @@ class Service(Protocol):
     async def send(
         self, planned: Sequence[PlannedRequest], max_concurrency: int | None
     ) -> list[EndedRequest]:
-        """Ask for all of these, and wait for their ends."""
+        """Ask for all of these, and wait for their ends.
+
+        Raises:
+            ServerFailed: it is gone.
+        """
         ...
 
     def can_take(self, workload: str) -> bool:
@@ -103,6 +107,9 @@ class HttpService:
         ended: list[EndedRequest] = []
         async with Client(self._target) as client:
             await LoadRun(client, ended.append, max_concurrency).run(planned)
+        server = self._running()
+        if server.has_ended:
+            raise ServerFailed(f"{self.name} ended while it was asked:\n{server.log_tail()}")
         return ended
 
     def can_take(self, workload: str) -> bool:

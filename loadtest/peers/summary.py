@@ -5,7 +5,7 @@ Everything that the table and the plot show is in it, so that a kept file can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,36 +42,31 @@ def summarise(
     entrants: Sequence[Entrant],
     limits: Limits | None,
     shapes: ModelShapes,
+    left_out: Mapping[str, str],
 ) -> Json:
-    """The result of a benchmark; the first entrant is the one that ratios are of."""
+    """The result of a benchmark; the first entrant is the one that ratios are of.
+
+    Args:
+        results: of all turns.
+        entrants: who took part.
+        limits: of the machine, if they were measured.
+        shapes: of the model.
+        left_out: who did not come up or ended on the way, and why.
+    """
     ours, *others = [entrant.name for entrant in entrants]
     workloads = list(dict.fromkeys(result.turn.workload for result in results))
-    rows = [(workload, figure.name) for workload in workloads for figure in FIGURES[workload]]
     summary: Json = {
         "services": {each.name: asdict(each) for each in entrants},
-        "figures": {
-            workload: {
-                figure: _by_name(
-                    {
-                        each.name: spread_of(results, each.name, workload, figure)
-                        for each in entrants
-                    }
-                )
-                for name, figure in rows
-                if name == workload
-            }
-            for workload in workloads
-        },
-        "ratios": {
-            workload: {
-                figure: _by_name(
-                    {name: ratio_of(results, (ours, name), workload, figure) for name in others}
-                )
-                for name, figure in rows
-                if name == workload
-            }
-            for workload in workloads
-        },
+        "figures": _by_figure(
+            workloads,
+            [ours, *others],
+            lambda name, workload, figure: spread_of(results, name, workload, figure),
+        ),
+        "ratios": _by_figure(
+            workloads,
+            others,
+            lambda name, workload, figure: ratio_of(results, (ours, name), workload, figure),
+        ),
         "cores": _shares(results),
         "dropped": [
             {**asdict(result.turn), "why": result.dropped} for result in results if result.dropped
@@ -81,6 +76,7 @@ def summarise(
             for result in results
             if result.num_failed
         ],
+        "left_out": dict(left_out),
         "turns": [asdict(result) for result in results],
     }
     if limits is not None:
@@ -91,8 +87,23 @@ def summarise(
     return summary
 
 
-def _by_name(spreads: Mapping[str, Spread | None]) -> Json:
-    return {name: asdict(spread) for name, spread in spreads.items() if spread is not None}
+def _by_figure(
+    workloads: Sequence[str],
+    names: Sequence[str],
+    spread: Callable[[str, str, str], Spread | None],
+) -> Json:
+    """What `spread` gives of a service, a workload and a figure; those without any are left out."""
+    return {
+        workload: {
+            figure.name: {
+                name: asdict(found)
+                for name in names
+                if (found := spread(name, workload, figure.name)) is not None
+            }
+            for figure in FIGURES[workload]
+        }
+        for workload in workloads
+    }
 
 
 def _shares(results: Sequence[TurnResult]) -> Json:

@@ -24,7 +24,11 @@ def table_of(summary: Json) -> str:
         parts.append(("Shares of this machine's limits", _limits(summary)))
     parts.append(("Cores in use, median over rounds", _cores(summary["cores"])))
     text = "\n\n".join(f"{title}\n\n{table}" for title, table in parts)
-    notes = [*_dropped(summary["dropped"]), *_failed(summary["failed"])]
+    notes = [
+        *_dropped(summary["dropped"]),
+        *_failed(summary["failed"]),
+        *(f"left out: {why}" for why in summary["left_out"].values()),
+    ]
     return "\n".join([text, "", *notes]) if notes else text
 
 
@@ -120,6 +124,7 @@ def _dropped(dropped: Sequence[Json]) -> list[str]:
 def _failed(failed: Sequence[Json]) -> list[str]:
     return [
         f"failed: round {each['round_number']} {each['workload']} {each['service']}: "
-        f"{each['num_failed']} requests: {'; '.join(each['errors'].values())}"
+        f"{each['num_failed']} requests, so the turn does not count: "
+        f"{'; '.join(each['errors'].values())}"
         for each in failed
     ]

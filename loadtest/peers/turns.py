@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from loadtest.client import Ask
 from loadtest.load_prompts import Prompts
@@ -22,9 +22,13 @@ from loadtest.peers.machine_share import MachineMeter, MachineShare
 from loadtest.peers.services import Service
 from loadtest.peers.workloads import Phase, Workload
 from loadtest.records import RequestRecord
+from loadtest.stream_reader import AnswerFault, TokenCount
 
 Quiet = Callable[[], AbstractContextManager[object]]
 """Entered around each turn, for those who share the machine and agree on whose turn it is."""
+WRONG_LENGTH, WRONG_PROMPT = "wrong length", "wrong prompt"
+MAX_PROMPT_DIFFERENCE = 0.01
+"""Of a prompt's tokens, beside one more: texts come back as other tokens where they were cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class TurnResult:
         errors: the words of the first error of each kind.
         share: of the machine.
         counted_by: how its tokens were counted, each way that was needed.
-        dropped: why it does not count; empty: it counts.
+        dropped: what disturbed it, so that it does not count; empty: nothing.
     """
 
     turn: Turn
@@ -57,6 +61,11 @@ class TurnResult:
     share: MachineShare
     counted_by: tuple[str, ...] = ()
     dropped: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is in medians and ratios: who answers part of what is asked is not fast."""
+        return not self.dropped and not self.num_failed
 
 
 @dataclass(slots=True)
@@ -69,15 +78,34 @@ class _Ends:
     num_failed: int = 0
 
     def add(self, label: str, ended: EndedRequest) -> None:
-        fault, streamed = ended.answer.fault, ended.answer.streamed
+        fault, streamed = fault_of(ended), ended.answer.streamed
         if fault is not None:
             self.num_failed += 1
             self.errors.setdefault(fault.kind, str(fault))
             return
         if streamed is not None:
             self.counted_by.add(streamed.counted_by.value)
-        # Seconds of the machine's clock: the phases of a turn are on one axis.
-        self.records.setdefault(label, []).append(record_of(ended, 0.0))
+        # Seconds of the machine's clock: the phases of a turn are on one axis. The workload's own
+        # count of the prompt, so that the same work is the same number for all.
+        record = record_of(ended, 0.0)
+        counted = replace(record, num_prompt_tokens=ended.planned.num_prompt_tokens)
+        self.records.setdefault(label, []).append(counted)
+
+
+def fault_of(ended: EndedRequest) -> AnswerFault | None:
+    """Why a request is not what was asked for: it failed, its answer is shorter or longer, or the
+    server read another prompt (its own tokenizer's, or a cut one).
+    """
+    streamed, planned = ended.answer.streamed, ended.planned
+    if streamed is None:
+        return ended.answer.fault
+    num_tokens, num_wanted = len(streamed.token_times_s), planned.ask.max_tokens
+    if num_tokens != num_wanted and streamed.counted_by is not TokenCount.EVENTS:
+        return AnswerFault(WRONG_LENGTH, f"an answer of {num_tokens} tokens, not {num_wanted}")
+    counted, sent = streamed.num_prompt_tokens, planned.num_prompt_tokens
+    if counted is not None and abs(counted - sent) > MAX_PROMPT_DIFFERENCE * sent + 1:
+        return AnswerFault(WRONG_PROMPT, f"a prompt of {sent} tokens was read as {counted}")
+    return None
 
 
 def interleaved(
@@ -133,8 +161,6 @@ async def take_turn(
     if share.others_cores + share.stolen_cores > max_others:
         others = share.others_cores + share.stolen_cores
         dropped = f"others used {others:.2f} cores, more than {max_others:g}"
-    elif not ends.records:
-        dropped = "no request completed"
     return TurnResult(
         turn=turn,
         figures=figures_of(turn.workload, ends.records),

@@ -123,7 +123,7 @@ def test_the_table_shows_figures_ratios_limits_and_what_was_dropped() -> None:
     ]
     entrants = [Entrant("ours", "float32", 1e8, 9.0), Entrant("peer", "bf16", None, 100.0)]
     limits = Limits(1e10, {"float32": 2e11, "bfloat16": 1e10})
-    text = table_of(summarise(results, entrants, limits, SHAPES))
+    text = table_of(summarise(results, entrants, limits, SHAPES, {}))
     assert "| W5 tokens/s after the first | 40.0 (30.0 to 50.0) | 20.0 |" in text
     assert "| W5 tokens/s after the first | 1.50 |" in text
     assert "| ours | 40% |" in text
@@ -183,7 +183,9 @@ def test_a_service_that_fails_its_requests_is_left_out() -> None:
     settings = ContestSettings(("W5",), 1, Sizes(0.1), max_others=float("inf"))
     nobody = Target(f"http://127.0.0.1:{free_port()}", "/v1/completions", "m")
     service = FakeService("silent", nobody)
-    Contest(settings, [service], PromptForms(prompts, prompts), lines.append).run()
+    contest = Contest(settings, [service], PromptForms(prompts, prompts), lines.append)
+    with pytest.raises(ServerFailed, match="silent fails"):
+        contest.run()
     assert service.history == ["start", "send", "end", "end"]
     assert any("silent is left out: silent fails" in line for line in lines)
 

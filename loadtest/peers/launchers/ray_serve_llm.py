@@ -39,7 +39,11 @@ def _launch(place: Place, port: int) -> Launch:
         ready=LogLine("serving on"),
         dtype="bfloat16",
         weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT["bfloat16"]),
-        env=environment(place.peer_dir(NAME), place.num_threads),
+        # Ray's workers give way to all other programs unless told not to; ours do not either.
+        env={
+            **environment(place.peer_dir(NAME), place.num_threads),
+            "RAY_worker_niceness": "0",
+        },
     )
 
 

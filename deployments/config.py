@@ -148,6 +148,8 @@ class ExecutionConfig(Section):
     compile_kernels: bool = True
     """On a CPU: build the kernels for attention and for a few rows with the machine's C++ compiler,
     once; without one torch does the same, slower."""
+    tape_steps: bool = True
+    """On a CPU with a C++ compiler: record steps and play them again without Python in between."""
     step_log_dir: Path | None = None
     """Where each replica writes the shapes and times of its first steps, a file each, for
     `chunkserve calibrate`; by default nowhere."""

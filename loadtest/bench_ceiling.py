@@ -10,7 +10,7 @@ Whose ceiling it is, the CPU time tells: the client's if its process was busy al
 (`client_cpu_share` near 1). Below, the stub or other work on the machine set it, the figures are
 lower bounds, and the CPU time per request and token says what a whole core would receive.
 
-    python -m loadtest.bench_ceiling --seconds 5
+    chunkserve bench ceiling --seconds 5
 """
 
 from __future__ import annotations

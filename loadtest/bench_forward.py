@@ -5,7 +5,8 @@ goes.
 
 Steps of 1, 4, 16 and 64 decodes at a context of 256 tokens and prefills of 512 tokens, the best of
 several rounds each, split into linear layers, head, attention and the rest. The split is timed in
-rounds of its own, since timing every call costs time.
+rounds of its own, since timing every call costs time, and without tapes, since what is played from
+one is no call from Python.
 
     MBU   bytes of weights a step reads, over its time and the measured read bandwidth
     MFU   floating-point operations of its linear layers, over its time and the best product of the
@@ -32,7 +33,7 @@ from deployments.config import ServiceConfig, load_service_config
 from deployments.engine.outputs import ChunkReason, ScheduledRequest, SchedulerOutput
 from deployments.engine.request import Request
 from deployments.execution.model_executor import ModelExecutor
-from deployments.execution.model_loader import load_model
+from deployments.execution.model_loader import LoadedModel, load_model
 from deployments.execution.prepack import multiplies_bfloat16
 from deployments.protocol import SamplingParams
 from loadtest.report_data import Json
@@ -174,8 +175,23 @@ def _product_s(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dt
     return min(reordered_s, best_s(lambda: torch.mm(x, weight.T), 0.3))
 
 
-def _measure(executor: ModelExecutor, model: Any, step: SchedulerOutput, seconds: float) -> Json:
-    total_s = best_s(lambda: executor.execute(step), seconds)
+def _with_filled_cache(loaded: LoadedModel, config: ServiceConfig) -> ModelExecutor:
+    executor = ModelExecutor(loaded, config)
+    # Memory that was never written is one page of zeros to the machine, and read from its cache.
+    for layer in executor._forward._cache.layers:
+        layer.keys.fill_(0.5)
+        layer.values.fill_(0.5)
+    return executor
+
+
+def _step_s(executor: ModelExecutor, step: SchedulerOutput, seconds: float) -> float:
+    for _ in range(2):  # the second step of a shape is recorded
+        executor.execute(step)
+    return best_s(lambda: executor.execute(step), seconds)
+
+
+def _split(executor: ModelExecutor, model: Any, step: SchedulerOutput, plain_s: float) -> Json:
+    """Where a step that is not played from a tape spends its `plain_s`."""
     with split_of(model) as split:
         executor.execute(step)
         rounds: list[dict[str, float]] = []
@@ -184,11 +200,36 @@ def _measure(executor: ModelExecutor, model: Any, step: SchedulerOutput, seconds
             executor.execute(step)
             rounds.append(dict(split.seconds))
     parts = {kind: min(round_[kind] for round_ in rounds) for kind in rounds[0]}
-    parts["rest"] = total_s - sum(parts.values())
-    return {
-        "step_ms": round(total_s * 1e3, 2),
-        **{f"{kind}_ms": round(value * 1e3, 2) for kind, value in parts.items()},
+    parts["rest"] = plain_s - sum(parts.values())
+    return {f"{kind}_ms": round(value * 1e3, 2) for kind, value in parts.items()}
+
+
+def _steps(block_size: int) -> dict[str, SchedulerOutput]:
+    decodes = {f"decode {count}": _decodes(count, block_size) for count in NUM_DECODES}
+    prefills = {
+        f"prefill {num_tokens} at {num_context}": _prefill(num_tokens, num_context, block_size)
+        for num_tokens, num_context in PREFILLS
     }
+    return decodes | prefills
+
+
+def _measure(loaded: LoadedModel, config: ServiceConfig, seconds: float) -> dict[str, Json]:
+    """Each step as configured, and without tapes, split into parts."""
+    executor = _with_filled_cache(loaded, config)
+    steps = _steps(executor.limits.block_size)
+    times = {name: _step_s(executor, step, seconds) for name, step in steps.items()}
+    executor.close()
+    execution = config.execution.model_copy(update={"tape_steps": False})
+    plain = _with_filled_cache(loaded, config.model_copy(update={"execution": execution}))
+    found = {}
+    for name, step in steps.items():
+        plain_s = _step_s(plain, step, seconds)
+        found[name] = {
+            "step_ms": round(times[name] * 1e3, 2),
+            "plain_ms": round(plain_s * 1e3, 2),
+            **_split(plain, loaded.model, step, plain_s),
+        }
+    return found
 
 
 def run_bench(config: ServiceConfig, seconds: float) -> Json:
@@ -200,22 +241,15 @@ def run_bench(config: ServiceConfig, seconds: float) -> Json:
     plain = {name: m.weight.numel() for name, m in model.named_modules() if type(m) is nn.Linear}
     head = model.get_output_embeddings().weight.numel()
     num_weights = sum(plain.values())
-    executor = ModelExecutor(loaded, config)
-    # Memory that was never written is one page of zeros to the machine, and read from its cache.
-    for layer in executor._forward._cache.layers:
-        layer.keys.fill_(0.5)
-        layer.values.fill_(0.5)
-    block_size = executor.limits.block_size
     bandwidth = read_gb_per_s()
     peaks = {num_tokens: best_product_gflops(model, num_tokens) for num_tokens, _ in PREFILLS}
-    steps: Json = {}
+    steps = _measure(loaded, config, seconds)
     for count in NUM_DECODES:
-        found = _measure(executor, model, _decodes(count, block_size), seconds)
+        found = steps[f"decode {count}"]
         rate = num_weights * itemsize / found["step_ms"] / 1e6
         found |= {"weights_gb_per_s": round(rate, 2), "mbu": round(rate / bandwidth, 3)}
-        steps[f"decode {count}"] = found
     for num_tokens, num_context in PREFILLS:
-        found = _measure(executor, model, _prefill(num_tokens, num_context, block_size), seconds)
+        found = steps[f"prefill {num_tokens} at {num_context}"]
         flops = 2.0 * (num_weights - head) * num_tokens
         rate = flops / found["step_ms"] / 1e6
         found |= {
@@ -223,7 +257,6 @@ def run_bench(config: ServiceConfig, seconds: float) -> Json:
             "gflops": round(rate, 1),
             "mfu": round(rate / peaks[num_tokens], 3),
         }
-        steps[f"prefill {num_tokens} at {num_context}"] = found
     return {
         "model": config.model.name,
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -122,7 +122,7 @@ def draw(result: Json) -> Chart:
         for part, by_size in result["us_per_step"].items()
     }
     return draw_lines(
-        "own_cost", "Cost of a step beside the model", lines, "running requests", "us"
+        "own_cost", "Cost of a step beside the model", lines, "running requests", "µs a step"
     )
 
 

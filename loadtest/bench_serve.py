@@ -10,7 +10,7 @@ the ratio within a run.
 CPU time is of the whole process tree, the load client left out. `net` leaves out what the tree
 takes while idle; `serving` counts the proxy and the application's own processes alone.
 
-    python -m loadtest.bench_serve --rounds 3 --seconds 5
+    chunkserve bench serve --rounds 3 --seconds 5
 """
 
 from __future__ import annotations

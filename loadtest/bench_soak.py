@@ -7,7 +7,7 @@ lengths; a third of them leaves at a random moment, before the first token or la
     after the last one                        nothing runs, waits or holds blocks, no task is left
     meanwhile                                 memory, files and threads of the processes stay flat
 
-    python -m loadtest.bench_soak --seconds 300 --streams 200
+    chunkserve bench soak --seconds 300 --streams 200
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ every 50 ms, first undisturbed, then while one huge body after the other arrives
 is the ingress: parsing, templates, tokenizing. The stub's context is shorter than the prompts, so
 none of them runs.
 
-    python -m loadtest.bench_stall --tokens 100000
+    chunkserve bench stall --tokens 100000
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The pictures of a report, drawn from result files.
 
 Owns how they look: one colour a run, the same in every picture; a bound of the SLO is a dashed
-line. Each function draws one picture and returns None where no run has what it shows.
+line, what missed it is hollow or a cross. Each function draws one picture and returns None where no
+run has what it shows.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from loadtest.report_data import Run
 
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4b5563")
-DECODE, PREFILL = "#2563eb", "#f59e0b"
-WIDTH_IN, HEIGHT_IN, DPI = 9.0, 3.6, 110
+DECODE, PREFILL, GREY = "#2563eb", "#f59e0b", "#6b7280"
+WIDTH_IN, HEIGHT_IN, ROW_IN, DPI = 9.0, 3.6, 0.19, 110
+FEW_TIMES, MANY_TIMES = 6.0, 3000.0
+"""Between them, a logarithmic axis has figures at 1, 2 and 5 of each decade."""
 MAX_POINTS = 240
 """Of a line over time; more are averaged."""
 IDLE_GAPS, IDLE_SHARE = 10, 1 / 30
@@ -47,9 +50,9 @@ def draw_all(runs: Sequence[Run]) -> list[Chart]:
         _over_time(runs, "open", "Requests that came and have not ended", _num_open),
         _over_time(runs, "waiting", "Requests waiting in a replica (mean)", _steps("num_waiting")),
         _over_time(runs, "kv", "KV cache in use, % (mean)", _steps("kv_use", 100.0)),
-        *(_composition(run, number) for number, run in enumerate(runs)),
-        *(_by_replicas(run, number, "ttft") for number, run in enumerate(runs)),
-        *(_by_replicas(run, number, "itl") for number, run in enumerate(runs)),
+        *(_composition(runs, number) for number in range(len(runs))),
+        *(_by_replicas(runs, number, "ttft") for number in range(len(runs))),
+        *(_by_replicas(runs, number, "itl") for number in range(len(runs))),
         _sweep(runs, "ttft", "Time to first token by rate"),
         _sweep(runs, "itl", "Gap between tokens by rate"),
     ]
@@ -69,8 +72,6 @@ def draw_lines(
         axes.plot(x, y, "o-", color=_colour(number), label=label, markersize=4)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _write_plainly(axes.xaxis)
-    _write_plainly(axes.yaxis)
     return _chart(figure, axes, name, title)
 
 
@@ -89,9 +90,10 @@ def _curve(runs: Sequence[Run], metric: str, title: str) -> Chart | None:
     if not has_any:
         return None
     axes.set_xscale("log")
-    _write_plainly(axes.xaxis)
     axes.set_ylim(0, 101)
-    axes.axhline(99, color="#9ca3af", linewidth=0.8, linestyle=":")
+    axes.axhline(99, color=GREY, linewidth=0.8, linestyle=":")
+    beside = axes.get_yaxis_transform()
+    axes.text(1.003, 99, "P99", transform=beside, fontsize=8, color=GREY, va="center")
     _mark_bounds(axes.axvline, runs, metric)
     return _chart(figure, axes, f"cdf_{metric}", f"{title}: cumulative distribution")
 
@@ -113,11 +115,11 @@ def _over_time(runs: Sequence[Run], name: str, title: str, series: Series) -> Ch
     return _chart(figure, axes, f"time_{name}", f"{title} over time")
 
 
-def _composition(run: Run, number: int) -> Chart | None:
-    steps = run.part("steps")
+def _composition(runs: Sequence[Run], number: int) -> Chart | None:
+    steps = runs[number].part("steps")
     if not steps:
         return None
-    title = f"Tokens in a step (mean): {run.label}"
+    title = f"Tokens in a step (mean){_whose(runs, number)}"
     figure = _figure()
     # Apart, for a prompt has a hundred times the tokens of a decode.
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -127,6 +129,7 @@ def _composition(run: Run, number: int) -> Chart | None:
         _dress(axes, "", f"{kind} tokens")
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
+        _write_plainly(axes.yaxis)
     upper.set_title(title, fontsize=11, loc="left")
     lower.set_xlabel("seconds of the run")
     return _saved(figure, f"steps_{number}", f"{title}, over time")
@@ -138,43 +141,73 @@ def _sweep(runs: Sequence[Run], metric: str, title: str) -> Chart | None:
     has_any = False
     for number, run in enumerate(runs):
         percentile = f"{run.result.get('slo_percentile', 99):g}"
-        key = f"p{percentile}_{metric}_ms"
-        points = [each for each in run.result.get("sweep") or () if each.get(key) is not None]
-        if points:
-            has_any = True
-            rates = [each["request_rate"] for each in points]
-            latencies = [max(each[key], 0.01) for each in points]
-            label = f"{run.label}, P{percentile}"
-            axes.plot(rates, latencies, "o-", color=_colour(number), label=label, markersize=4)
+        label = f"{run.label}, P{percentile}"
+        has_any |= _plot_tried(axes, run, f"p{percentile}_{metric}_ms", _colour(number), label)
     if not has_any:
         return None
     axes.set_yscale("log")
-    _write_plainly(axes.yaxis)
+    axes.set_xlim(left=0)
     _mark_bounds(axes.axhline, runs, metric)
     return _chart(figure, axes, f"rate_{metric}", title)
 
 
-def _by_replicas(run: Run, number: int, metric: str) -> Chart | None:
-    """What a plan tried: a line for each step budget."""
+def _by_replicas(runs: Sequence[Run], number: int, metric: str) -> Chart | None:
+    """What a plan tried: above, which step budgets served with how many GPUs; below, the latencies
+    of the tries that went to their end, for one that has failed for sure ends early.
+    """
     key = f"p99_{metric}_ms"
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for trial in run.result.get("trials") or ():
-        if trial.get(key) is not None:
-            name = f"budget {trial['max_num_batched_tokens']}, chunk {trial['chunk_size']}"
-            lines.setdefault(name, []).append((trial["num_replicas"], max(trial[key], 0.01)))
-    if not lines:
+    settings: dict[str, list[Mapping[str, Any]]] = {}
+    for trial in runs[number].result.get("trials") or ():
+        name = f"budget {trial['max_num_batched_tokens']}, chunk {trial['chunk_size']}"
+        settings.setdefault(name, []).append(trial)
+    if not any(trial.get(key) for tried in settings.values() for trial in tried):
         return None
-    title = f"P99 {metric.upper()} by number of GPUs: {run.label}"
-    figure, axes = _canvas(title, "GPUs", "ms")
-    for place, (name, points) in enumerate(lines.items()):
-        axes.plot(*zip(*sorted(points), strict=True), "o-", color=_colour(place), label=name)
-    axes.set_yscale("log")
-    _write_plainly(axes.yaxis)
-    tried = [num_replicas for points in lines.values() for num_replicas, _ in points]
-    axes.set_xlim(min(tried) - 0.5, max(tried) + 0.5)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    _mark_bounds(axes.axhline, [run], metric)
-    return _chart(figure, axes, f"replicas_{metric}_{number}", title)
+    title = f"P99 {metric.upper()} by number of GPUs{_whose(runs, number)}"
+    figure = _figure(HEIGHT_IN + ROW_IN * len(settings))
+    heights = (ROW_IN * len(settings), HEIGHT_IN - 1.0)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    for place, tried in enumerate(settings.values()):
+        told = sorted((each["num_replicas"], each[key]) for each in tried if each.get(key))
+        points = np.array(told).reshape(-1, 2)
+        lower.plot(points[:, 0], points[:, 1], "o-", color=_colour(place), markersize=5)
+        for marker, is_served in (("o", True), ("x", False)):
+            at = [
+                each["num_replicas"] for each in tried if bool(each.get("meets_slo")) == is_served
+            ]
+            upper.plot(at, [place] * len(at), marker, color=_colour(place), markersize=5)
+    _dress(upper, "", "")
+    upper.set_title(f"{title} (dot: within the SLO, cross: not)", fontsize=11, loc="left")
+    upper.set_yticks(range(len(settings)), list(settings), fontsize=8)
+    upper.set_ylim(len(settings) - 0.5, -0.5)
+    _dress(lower, "GPUs", "ms")
+    lower.set_yscale("log")
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    lower.margins(x=0.03, y=0.1)
+    _mark_bounds(lower.axhline, runs[number : number + 1], metric)
+    return _chart(figure, lower, f"replicas_{metric}_{number}", title, least_labels=1)
+
+
+def _plot_tried(axes: Axes, run: Run, key: str, colour: str, label: str) -> bool:
+    """Latencies of a search by rate, hollow where the rate was not sustained; whether there are
+    any.
+    """
+    tried = [each for each in run.result.get("sweep") or () if each.get(key) is not None]
+    rates = np.array([each["request_rate"] for each in tried])
+    latencies = np.array([max(each[key], 0.01) for each in tried])
+    failed = np.array([not each.get("is_sustained", True) for each in tried], dtype=bool)
+    if tried:
+        axes.plot(rates, latencies, "o-", color=colour, label=label, markersize=5)
+    if failed.any():
+        axes.plot(
+            rates[failed],
+            latencies[failed],
+            "o",
+            color=colour,
+            markersize=5,
+            markerfacecolor="white",
+            label=f"{label}, not sustained",
+        )
+    return bool(tried)
 
 
 # --- what is drawn over time ----------------------------------------------------------------------
@@ -257,26 +290,36 @@ def _canvas(title: str, x_label: str, y_label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _figure() -> Figure:
-    return Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
+def _figure(height_in: float = HEIGHT_IN) -> Figure:
+    return Figure(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
 
 
 def _dress(axes: Axes, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(visible=True, color="#e5e7eb", linewidth=0.7)
+    axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _write_plainly(axis: Axis) -> None:
-    """200 rather than 2 x 10^2."""
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axis.set_major_formatter(plain)
+    """2,000 rather than 2 x 10^3, and as many of them as a reader needs."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    if axis.get_scale() != "log":
+        return
     low, high = axis.get_view_interval()
-    if high / max(low, 1e-9) < 8:
-        axis.set_minor_formatter(plain)
+    axis.set_minor_locator(NullLocator())
+    if high < FEW_TIMES * low:
+        axis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
     else:
-        axis.set_minor_formatter(FuncFormatter(lambda _value, _: ""))
+        axis.set_major_locator(
+            LogLocator(subs=(1.0, 2.0, 5.0) if high < MANY_TIMES * low else (1.0,))
+        )
+
+
+def _whose(runs: Sequence[Run], number: int) -> str:
+    """For titles: which of several runs it is."""
+    return f": {runs[number].label}" if len(runs) > 1 else ""
 
 
 def _mark_bounds(line: Callable[..., Any], runs: Sequence[Run], metric: str) -> None:
@@ -285,8 +328,12 @@ def _mark_bounds(line: Callable[..., Any], runs: Sequence[Run], metric: str) -> 
         line(bound, color="#111827", linewidth=1.1, linestyle="--", label=f"SLO {bound:g} ms")
 
 
-def _chart(figure: Figure, axes: Axes, name: str, title: str) -> Chart:
-    axes.legend(fontsize=8, frameon=False, loc="best")
+def _chart(figure: Figure, axes: Axes, name: str, title: str, least_labels: int = 2) -> Chart:
+    """A single line is what the title says: no legend below `least_labels` names."""
+    for axis in (axes.xaxis, axes.yaxis):
+        _write_plainly(axis)
+    if len(axes.get_legend_handles_labels()[1]) >= least_labels:
+        axes.legend(fontsize=8, frameon=False, loc="best")
     return _saved(figure, name, title)
 
 

@@ -119,7 +119,7 @@ def _trace_of(arguments: argparse.Namespace) -> ScaledTrace:
 def _pools_of(trace: Collection[TraceRequest]) -> dict[str, list[TraceRequest]]:
     priorities = sorted({request.priority for request in trace})
     if len(priorities) == 1:
-        return {"all": list(trace)}
+        return {"all requests": list(trace)}
     return {
         f"priority {priority}": [each for each in trace if each.priority == priority]
         for priority in priorities

@@ -59,7 +59,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #111827; margin: 2rem auto; 
 table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .8rem; border-bottom: 1px solid #e5e7eb; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
-td.text { text-align: left; }
+td.text, th.text { text-align: left; }
 figure { margin: 1.5rem 0; } img { max-width: 100%; } pre { background: #f9fafb; padding: 1rem;
 white-space: pre-wrap; font-size: 13px; } .warning { background: #fef3c7; padding: .5rem 1rem; }
 """
@@ -120,13 +120,19 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
 
 def _table(runs: Sequence[Run]) -> str:
     head = "".join(f"<th>{html.escape(run.label)}</th>" for run in runs)
-    rows = []
+    rows = [_slo_row(runs)] if any(run.result.get("slo") for run in runs) else []
     for key, name, form in FIGURES:
         values = [run.result.get(key) for run in runs]
         if any(value is not None for value in values):
             cells = "".join(f"<td>{_written(value, form)}</td>" for value in values)
             rows.append(f"<tr><td>{name}</td>{cells}</tr>")
     return f"<table><tr><th></th>{head}</tr>{''.join(rows)}</table>" if rows else ""
+
+
+def _slo_row(runs: Sequence[Run]) -> str:
+    bounds = [" ".join(run.result.get("slo") or ()) or "–" for run in runs]
+    cells = "".join(f"<td>{html.escape(each)}</td>" for each in bounds)
+    return f"<tr><td>SLO, ms</td>{cells}</tr>"
 
 
 def _written(value: Any, form: str) -> str:
@@ -148,7 +154,7 @@ def _origins(runs: Sequence[Run]) -> str:
         + "</tr>"
         for run in runs
     )
-    head = "".join(f"<th>{key}</th>" for key in ORIGIN)
+    head = "".join(f"<th class='text'>{key}</th>" for key in ORIGIN)
     return f"<table><tr><th>run</th>{head}</tr>{rows}</table>"
 
 

@@ -12,13 +12,13 @@ are multiplied at the speed of float32 products, and weights stay as narrow as t
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from deployments.execution.native.compiler import find_kernels
+from deployments.execution.native.kernel import Kernel
 
 PANEL = 16
 """Outputs of a panel, as native/linear.cpp has it."""
@@ -40,9 +40,9 @@ class LinearKernel:
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._functions = {
-            torch.float32: _declared(loaded.linear_float32),
-            torch.bfloat16: _declared(loaded.linear_bfloat16),
+        self._kernels = {
+            torch.float32: Kernel(loaded, "linear_float32"),
+            torch.bfloat16: Kernel(loaded, "linear_bfloat16"),
         }
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
@@ -57,25 +57,11 @@ class LinearKernel:
         out = x.new_empty(*shape, num_outputs)
         num_rows = x.numel() // num_inputs
         if num_rows > 0:
-            is_out_of_memory = self._functions[x.dtype](
-                x.data_ptr(),
-                packed.data_ptr(),
-                None if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                num_rows,
-                num_inputs,
-                num_outputs,
-                torch.get_num_threads(),
+            self._kernels[x.dtype](
+                (x, packed, bias, out),
+                (num_rows, num_inputs, num_outputs, torch.get_num_threads()),
             )
-            if is_out_of_memory:
-                raise MemoryError(f"no memory is left to multiply {num_rows} rows")
         return out
-
-
-def _declared(function: Callable[..., int]) -> Callable[..., int]:
-    function.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int]  # type: ignore[attr-defined]
-    function.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return function
 
 
 def pack(weight: Tensor) -> Tensor:

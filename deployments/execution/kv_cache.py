@@ -180,8 +180,17 @@ def used_bytes_reader(device: torch.device) -> Callable[[], int] | None:
     return read
 
 
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """What a device has left beside the model."""
+
+    num_bytes: int
+    num_step_bytes: int = 0
+    """Of these, what the largest step was seen to take."""
+
+
 def num_blocks_that_fit(
-    num_free: int,
+    free: FreeMemory,
     block_bytes: int,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
@@ -189,11 +198,11 @@ def num_blocks_that_fit(
     max_model_len: int,
     default_max_gb: float | None,
 ) -> int:
-    """Blocks for a pool, the null block included: free memory less the reserve, within what can be
-    used.
+    """Blocks for a pool, the null block included: free memory less the reserve, or less the largest
+    step where that takes more, within what can be used.
 
     Args:
-        num_free: free bytes on the device, the model loaded.
+        free: on the device, the model loaded.
         block_bytes: of one block over all layers.
         default_max_gb: upper bound where the configuration names none.
 
@@ -201,25 +210,35 @@ def num_blocks_that_fit(
         OutOfMemory: fewer than two blocks fit.
     """
     if cache.num_blocks is not None:
-        if cache.num_blocks * block_bytes > num_free:
+        if cache.num_blocks * block_bytes > free.num_bytes - free.num_step_bytes:
             logger.warning(
                 "cache.num_blocks asks for %.1f GB of the %.1f GB that are free; lower it, or the "
                 "process may be killed once the cache fills",
                 cache.num_blocks * block_bytes / _GB,
-                num_free / _GB,
+                (free.num_bytes - free.num_step_bytes) / _GB,
             )
         return cache.num_blocks
-    room = num_free - scheduler.gpu_mem_reserve_gb * _GB
+    room = free.num_bytes - max(scheduler.gpu_mem_reserve_gb * _GB, free.num_step_bytes)
     max_gb = cache.max_gb if cache.max_gb is not None else default_max_gb
     if max_gb is not None:
         room = min(room, max_gb * _GB)
     fits = int(room // block_bytes)
     if fits < 2:
-        raise OutOfMemory(
-            f"{num_free / _GB:.1f} GB are free and gpu_mem_reserve_gb holds back "
-            f"{scheduler.gpu_mem_reserve_gb:g}: nothing is left for a KV cache of "
-            f"{block_bytes} bytes a block. Lower gpu_mem_reserve_gb, raise cache.max_gb, free "
-            "memory, or set cache.num_blocks"
-        )
+        raise OutOfMemory(_no_room(free, block_bytes, scheduler.gpu_mem_reserve_gb))
     most_usable = 1 + scheduler.max_num_seqs * -(-max_model_len // cache.block_size)
     return min(fits, most_usable)
+
+
+def _no_room(free: FreeMemory, block_bytes: int, reserve_gb: float) -> str:
+    step_gb = free.num_step_bytes / _GB
+    if step_gb > reserve_gb:
+        holds = f"the largest step takes {step_gb:.1f}"
+        change = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+    else:
+        holds = f"gpu_mem_reserve_gb holds back {reserve_gb:g}"
+        change = "Lower gpu_mem_reserve_gb"
+    return (
+        f"{free.num_bytes / _GB:.1f} GB are free and {holds}: nothing is left for a KV cache of "
+        f"{block_bytes} bytes a block. {change}, raise cache.max_gb, free memory, or set "
+        "cache.num_blocks"
+    )

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from deployments.engine.outputs import (
     SchedulerOutput,
 )
 from deployments.execution import surgery
+from deployments.execution.attention.backend import AttentionBackend
 from deployments.execution.attention.choice import choose_backend
 from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.compiled_linear import find_linear_kernel
@@ -25,6 +28,8 @@ from deployments.execution.device_memory import is_out_of_memory, release_unused
 from deployments.execution.grammar import GrammarCompiler
 from deployments.execution.kv_cache import (
     CPU_DEFAULT_MAX_GB,
+    FreeMemory,
+    LayerSpec,
     PagedKVCache,
     num_block_bytes,
     num_blocks_that_fit,
@@ -36,6 +41,14 @@ from deployments.execution.load_gate import (
     eager_answers,
     probe_layers,
 )
+from deployments.execution.memory_profile import (
+    StepParts,
+    StepShape,
+    find_peak_meter,
+    log_reserve,
+    measure_largest_step,
+)
+from deployments.execution.model_forward import ModelForward
 from deployments.execution.model_loader import LoadedModel, default_num_threads, load_model
 from deployments.execution.model_source import cache_root
 from deployments.execution.packed_forward import PackedForward
@@ -46,7 +59,8 @@ from deployments.execution.quantized_products import choose_products
 from deployments.execution.sampler import Sampler
 from deployments.execution.small_ops import find_small_ops
 from deployments.execution.static_plans import StaticShape
-from deployments.execution.step_runner import choose_runner
+from deployments.execution.step_runner import StepRunner, choose_graphs
+from deployments.execution.tape.runner import choose_tapes
 from deployments.protocol import ModelCard
 
 logger = logging.getLogger(__name__)
@@ -92,8 +106,14 @@ class ModelExecutor:
         if device.type == "cpu" and config.execution.prepack_weights:
             self._reshape_for_cpu(loaded, config)
         check_against_eager(model, self._attention, backend, specs, answers, block_size)
+        eos_token_ids = sorted(loaded.eos_token_ids)
+        self._grammars = make_grammar_compiler(
+            loaded.tokenizer_files, loaded.vocab_size, eos_token_ids
+        )
+        self._sampler = Sampler(eos_token_ids, self._grammars)
+        num_step_bytes = self._measure_step(backend, specs, loaded, config)
         num_blocks = num_blocks_that_fit(
-            num_free_bytes(device),
+            FreeMemory(num_free_bytes(device), num_step_bytes),
             num_block_bytes(specs, block_size, dtype),
             config.cache,
             config.scheduler,
@@ -103,13 +123,8 @@ class ModelExecutor:
         cache = PagedKVCache(specs, num_blocks, block_size, dtype, device)
         longest = -(-loaded.max_model_len // block_size)
         largest = StaticShape(config.scheduler.max_num_seqs, 0, longest, block_size)
-        runner = choose_runner(config.execution.cuda_graphs, backend, device, largest)
+        runner = self._choose_runner(config, backend, largest)
         self._forward = PackedForward(model, self._attention, backend, specs, cache, runner)
-        eos_token_ids = sorted(loaded.eos_token_ids)
-        self._grammars = make_grammar_compiler(
-            loaded.tokenizer_files, loaded.vocab_size, eos_token_ids
-        )
-        self._sampler = Sampler(eos_token_ids, self._grammars)
         self._limits = ModelLimits(
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
@@ -117,6 +132,32 @@ class ModelExecutor:
             block_size=block_size,
             eos_token_ids=loaded.eos_token_ids,
         )
+
+    def _choose_runner(
+        self, config: ServiceConfig, backend: AttentionBackend[Any], largest: StaticShape
+    ) -> Callable[[ModelForward], StepRunner]:
+        execution = config.execution
+        if self.device.type != "cpu":
+            return choose_graphs(execution.cuda_graphs, backend, self.device, largest)
+        may_tape = execution.tape_steps and execution.compile_kernels
+        return choose_tapes(may_tape, cache_root(config.model), backend)
+
+    def _measure_step(
+        self,
+        backend: AttentionBackend[Any],
+        specs: Sequence[LayerSpec],
+        loaded: LoadedModel,
+        config: ServiceConfig,
+    ) -> int:
+        """Bytes that the largest step takes on a GPU; 0 elsewhere."""
+        meter = find_peak_meter(loaded.model.device)
+        if meter is None:
+            return 0
+        shape = StepShape.of(config.scheduler, loaded.max_model_len, config.cache.block_size)
+        parts = StepParts(loaded.model, self._attention, backend, specs, self._sampler)
+        num_bytes = measure_largest_step(parts, shape, meter)
+        log_reserve(num_bytes, shape, config.scheduler.gpu_mem_reserve_gb)
+        return num_bytes
 
     def _reshape_for_cpu(self, loaded: LoadedModel, config: ServiceConfig) -> None:
         compiles, cache = config.execution.compile_kernels, cache_root(config.model)

@@ -10,16 +10,16 @@ in.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from deployments.execution.native.compiler import find_kernels
+from deployments.execution.native.kernel import Kernel
 from deployments.execution.quantized_weight import GROUP, QuantizedWeight
 
 _SOURCE = Path(__file__).parent / "native" / "quantized_rows.cpp"
@@ -134,12 +134,12 @@ class CompiledProducts:
     """
 
     def __init__(self, library: Path) -> None:
-        loaded: Any = ctypes.CDLL(str(library))
-        self._functions = {
-            (8, torch.float32): _declared(loaded.int8_float32),
-            (8, torch.bfloat16): _declared(loaded.int8_bfloat16),
-            (4, torch.float32): _declared(loaded.int4_float32),
-            (4, torch.bfloat16): _declared(loaded.int4_bfloat16),
+        loaded = ctypes.CDLL(str(library))
+        self._kernels = {
+            (8, torch.float32): Kernel(loaded, "int8_float32"),
+            (8, torch.bfloat16): Kernel(loaded, "int8_bfloat16"),
+            (4, torch.float32): Kernel(loaded, "int4_float32"),
+            (4, torch.bfloat16): Kernel(loaded, "int4_bfloat16"),
         }
 
     def pack(self, weight: QuantizedWeight) -> PackedWeight:
@@ -165,32 +165,17 @@ class CompiledProducts:
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """See Products."""
-        function = self._functions.get((weight.num_bits, x.dtype))
-        if function is None:
+        kernel = self._kernels.get((weight.num_bits, x.dtype))
+        if kernel is None:
             wide = self.linear(x.float(), weight, None if bias is None else bias.float())
             return wide.to(x.dtype)
         x = x.contiguous()
         out = x.new_empty(x.shape[0], weight.num_outputs)
-        is_out_of_memory = function(
-            x.data_ptr(),
-            weight.codes.data_ptr(),
-            weight.parameters.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            weight.num_inputs,
-            weight.num_outputs,
-            torch.get_num_threads(),
+        kernel(
+            (x, weight.codes, weight.parameters, bias, out),
+            (x.shape[0], weight.num_inputs, weight.num_outputs, torch.get_num_threads()),
         )
-        if is_out_of_memory:
-            raise MemoryError(f"no memory is left to multiply {x.shape[0]} rows")
         return out
-
-
-def _declared(function: Callable[..., int]) -> Callable[..., int]:
-    function.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int]  # type: ignore[attr-defined]
-    function.restype = ctypes.c_int  # type: ignore[attr-defined]
-    return function
 
 
 def choose_products(device: torch.device, compiles: bool, cache: Path) -> Products:

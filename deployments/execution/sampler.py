@@ -9,9 +9,10 @@ beside any neighbours, after a preemption and after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,9 @@ from deployments.execution.grammar import (
 )
 from deployments.execution.penalties import apply_penalties
 from deployments.execution.prompt_logprobs import MIN_LOGPROB, NOT_FINITE, token_logprobs
+from deployments.execution.readback import Readback, read_back
 from deployments.execution.truncated_draw import draw_tokens
+from deployments.execution.upload import upload
 from deployments.protocol import RequestRefused, SamplingParams, TokenLogprobs
 
 __all__ = ["MIN_LOGPROB", "Sampler"]
@@ -59,13 +62,18 @@ class Sampler:
     Args:
         eos_token_ids: what ends a text; masked until min_tokens are out.
         grammars: compiles the grammars of requests, or has them compiled already.
+        start_readback: begins to copy a tensor to the host.
     """
 
     def __init__(
-        self, eos_token_ids: Sequence[int], grammars: GrammarCompiler = _NO_GRAMMARS
+        self,
+        eos_token_ids: Sequence[int],
+        grammars: GrammarCompiler = _NO_GRAMMARS,
+        start_readback: Callable[[Tensor], Readback] = read_back,
     ) -> None:
         self._eos_token_ids = sorted(eos_token_ids)
         self._grammars = grammars
+        self._read_back = start_readback
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> ModelOutput:
         """One token for each row of `logits` [num_requests, vocab_size].
@@ -84,22 +92,28 @@ class Sampler:
         """Add what a few rows come to."""
         scores = logits.to(torch.float32, copy=True)
         best, token_ids = scores.max(dim=-1)
-        finite = torch.isfinite(best).tolist()
-        errors = {row: NOT_FINITE for row, is_finite in enumerate(finite) if not is_finite}
+        is_finite = torch.isfinite(best)
+        # Grammars are asked while a GPU is still at work; what else it is told follows behind it.
+        errors: dict[int, str] = {}
         edited = self._edit(scores, requests, errors)
         if edited:
-            index = torch.tensor(edited, device=scores.device)
+            [index] = upload([np.array(edited)], scores.device)
             best[index], token_ids[index] = scores[index].max(dim=-1)
-        sound = [row for row in range(len(requests)) if row not in errors]
-        drawn = [row for row in sound if not requests[row].sampling_params.is_greedy]
+        drawn = [
+            row
+            for row, request in enumerate(requests)
+            if row not in errors and not request.sampling_params.is_greedy
+        ]
         if len(drawn) == len(requests):
             token_ids = draw_tokens(scores, best, requests)
         elif drawn:
-            index = torch.tensor(drawn, device=scores.device)
+            [index] = upload([np.array(drawn)], scores.device)
             token_ids[index] = draw_tokens(
                 scores[index], best[index], [requests[row] for row in drawn]
             )
-        chosen: list[int] = token_ids.tolist()
+        chosen, finite = self._read_back(torch.stack((token_ids, is_finite.long()))).wait()
+        errors |= {row: NOT_FINITE for row, is_row in enumerate(finite) if not is_row}
+        sound = [row for row in range(len(requests)) if row not in errors]
         found.token_ids.update({requests[row].request_id: chosen[row] for row in sound})
         found.logprobs.update(_logprobs(logits, requests, sound, chosen))
         found.errors.update({requests[row].request_id: text for row, text in errors.items()})
@@ -114,8 +128,6 @@ class Sampler:
         edited: list[int] = []
         allowed_of: dict[int, Tensor | None] = {}
         for row, request in enumerate(requests):
-            if row in errors:
-                continue
             try:
                 allowed = self._find_allowed(request, scores.device)
             except (GrammarStuck, RequestRefused) as error:

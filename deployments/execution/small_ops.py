@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from deployments.execution.native.compiler import find_kernels
+from deployments.execution.native.kernel import Kernel
 
 _SOURCE = Path(__file__).parent / "native" / "small_ops.cpp"
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
 class SmallOps:
@@ -35,17 +34,12 @@ class SmallOps:
 
     def __init__(self, library: Path) -> None:
         loaded = ctypes.CDLL(str(library))
-        self._rms_norm = _functions(
-            loaded,
-            "rms_norm",
-            [*[_POINTER] * 3, _SIZE, _SIZE, ctypes.c_float, ctypes.c_int, ctypes.c_int],
-        )
-        self._silu_gate = _functions(
-            loaded, "silu_gate", [_POINTER, _POINTER, _SIZE, _SIZE, ctypes.c_int]
-        )
-        heads = [_POINTER, _POINTER, _SIZE, _SIZE]
-        self._rotate = _functions(
-            loaded, "rotate", [*heads, *heads, _POINTER, _POINTER, _SIZE, _SIZE, ctypes.c_int]
+        self._rms_norm, self._silu_gate, self._rotate = (
+            {
+                torch.float32: Kernel(loaded, f"{name}_float32"),
+                torch.bfloat16: Kernel(loaded, f"{name}_bfloat16"),
+            }
+            for name in ("rms_norm", "silu_gate", "rotate")
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, rounds_first: bool) -> Tensor:
@@ -60,14 +54,9 @@ class SmallOps:
         out = torch.empty_like(x)
         size = weight.shape[0]
         self._rms_norm[x.dtype](
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            x.numel() // size,
-            size,
-            epsilon,
-            rounds_first,
-            torch.get_num_threads(),
+            (x, weight, out),
+            (x.numel() // size, size, rounds_first, torch.get_num_threads()),
+            (epsilon,),
         )
         return out
 
@@ -77,11 +66,7 @@ class SmallOps:
         *shape, both = gate_up.shape
         out = gate_up.new_empty(*shape, both // 2)
         self._silu_gate[out.dtype](
-            gate_up.data_ptr(),
-            out.data_ptr(),
-            out.numel() // (both // 2),
-            both // 2,
-            torch.get_num_threads(),
+            (gate_up, out), (out.numel() // (both // 2), both // 2, torch.get_num_threads())
         )
         return out
 
@@ -100,31 +85,18 @@ class SmallOps:
         turned_query = query.new_empty(1, num_tokens, num_heads, dim)
         turned_key = key.new_empty(1, num_tokens, num_kv_heads, dim)
         self._rotate[query.dtype](
-            query.data_ptr(),
-            turned_query.data_ptr(),
-            query.stride(2),
-            num_heads,
-            key.data_ptr(),
-            turned_key.data_ptr(),
-            key.stride(2),
-            num_kv_heads,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            num_tokens,
-            dim // 2,
-            torch.get_num_threads(),
+            (query, turned_query, key, turned_key, cos, sin),
+            (
+                query.stride(2),
+                num_heads,
+                key.stride(2),
+                num_kv_heads,
+                num_tokens,
+                dim // 2,
+                torch.get_num_threads(),
+            ),
         )
         return turned_query.transpose(1, 2), turned_key.transpose(1, 2)
-
-
-def _functions(library: ctypes.CDLL, name: str, arguments: list[Any]) -> dict[torch.dtype, Any]:
-    found = {
-        torch.float32: getattr(library, f"{name}_float32"),
-        torch.bfloat16: getattr(library, f"{name}_bfloat16"),
-    }
-    for function in found.values():
-        function.argtypes, function.restype = arguments, None
-    return found
 
 
 def find_small_ops(compiles: bool, cache: Path) -> SmallOps | None:

@@ -186,10 +186,11 @@ class GraphedRunner:
         return _Recording(input_ids, positions, slots, plan, replay)
 
 
-def choose_runner(
+def choose_graphs(
     cuda_graphs: str, plans: object, device: torch.device, largest: StaticShape
 ) -> Callable[[ModelForward], StepRunner]:
-    """Makes the runner of a model's forward: graphs on a GPU whose backend has plans for them.
+    """Makes the runner of a model's forward on a GPU: from graphs if the backend has plans for
+    them.
 
     Args:
         cuda_graphs: as configured, "auto" or "off".

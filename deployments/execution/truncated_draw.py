@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deployments.engine.request import Request
+from deployments.execution.upload import upload
 from deployments.protocol import SamplingParams
 
 NUM_CANDIDATES = 256
@@ -69,12 +70,8 @@ def draw_tokens(logits: Tensor, best: Tensor, requests: Sequence[Request]) -> Te
     temperatures = [max(r.sampling_params.temperature, _MIN_TEMPERATURE) for r in requests]
     numbers = uniforms([r.seed for r in requests], [r.num_output_tokens for r in requests])
     # A temperature next to 0 must not overflow: what counts is each logit's distance from the best.
-    rows = _Rows(
-        logits,
-        best[:, None],
-        torch.tensor(temperatures, device=device)[:, None],
-        torch.from_numpy(numbers).to(device),
-    )
+    tempers, draws = upload([np.array(temperatures, dtype=np.float32), numbers], device)
+    rows = _Rows(logits, best[:, None], tempers[:, None], draws)
     by_size: dict[int, list[int]] = defaultdict(list)
     for row, request in enumerate(requests):
         by_size[_num_candidates(request.sampling_params)].append(row)
@@ -82,7 +79,7 @@ def draw_tokens(logits: Tensor, best: Tensor, requests: Sequence[Request]) -> Te
         return _draw_alike(rows, next(iter(by_size)), requests)
     chosen = torch.empty(len(requests), dtype=torch.int64, device=device)
     for num_candidates, which in by_size.items():
-        index = torch.tensor(which, device=device)
+        [index] = upload([np.array(which)], device)
         chosen[index] = _draw_alike(
             rows.pick(index), num_candidates, [requests[row] for row in which]
         )
@@ -195,14 +192,13 @@ def _draw_among(
     num_values, device = values.shape[1], values.device
     rank = torch.arange(num_values, device=device)
     # A top_k beyond the candidates cuts nothing, and may be too large for a tensor.
-    top_k = torch.tensor([min(p.top_k, num_values) or num_values for p in params], device=device)
-    top_k = top_k[:, None]
-    top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
-    min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
+    [top_k] = upload([np.array([[min(p.top_k, num_values) or num_values] for p in params])], device)
+    shares_asked = np.array([[p.top_p, p.min_p] for p in params], dtype=np.float32)
+    top_p, min_p = upload([shares_asked[:, :1], shares_asked[:, 1:]], device)
     # top_p is a share of what top_k leaves; without top_k, of the whole row.
     left = torch.logsumexp(values.masked_fill(rank >= top_k, float("-inf")), dim=-1)
     if whole is not None:
-        has_top_k = torch.tensor([p.top_k > 0 for p in params], device=device)
+        [has_top_k] = upload([np.array([p.top_k > 0 for p in params])], device)
         left = torch.where(has_top_k, left, whole)
     shares = (values - left[:, None]).exp()
     before = shares.cumsum(dim=-1) - shares
@@ -216,11 +212,17 @@ def _draw_among(
 
 def _inverse_cdf(weights: Tensor, draws: Tensor) -> Tensor:
     """The index at which the running sum of `weights` [num_rows, n] passes the share `draws`
-    [num_rows].
+    [num_rows]; any index where they are not numbers.
     """
-    cdf = weights.cumsum(dim=-1)
+    return _search(weights.cumsum(dim=-1), draws)[:, 0]
+
+
+def _search(cdf: Tensor, draws: Tensor) -> Tensor:
+    """[num_rows, 1]: where running sums [num_rows, n] pass the shares `draws` [num_rows]."""
     # Strictly above, so that an index of weight 0 is never taken.
-    return torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)[:, 0]
+    found = torch.searchsorted(cdf, (draws * cdf[:, -1])[:, None], right=True)
+    # No sum passes NaN, and reading beyond the end would be the end of a GPU's process.
+    return found.clamp_(max=cdf.shape[1] - 1)
 
 
 def _inverse_cdf_by_blocks(weights: Tensor, draws: Tensor) -> Tensor:
@@ -233,7 +235,7 @@ def _inverse_cdf_by_blocks(weights: Tensor, draws: Tensor) -> Tensor:
     sums = _block_sums(weights)
     cdf = sums.cumsum(dim=-1)
     target = (draws * cdf[:, -1])[:, None]
-    block = torch.searchsorted(cdf, target, right=True)
+    block = _search(cdf, draws)
     before = cdf.gather(1, block) - sums.gather(1, block)
     # Two ways to sum differ in the last bit, which must lead neither below the block nor beyond it.
     share = ((target - before) / sums.gather(1, block)).clamp_(0.0, _BELOW_ONE)[:, 0]

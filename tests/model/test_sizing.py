@@ -9,6 +9,7 @@ import torch
 
 from deployments.config import CacheConfig, SchedulerConfig
 from deployments.execution.kv_cache import (
+    FreeMemory,
     LayerSpec,
     OutOfMemory,
     num_block_bytes,
@@ -23,7 +24,7 @@ GB = 1024**3
 def fit(num_free: float, *, cache: dict | None = None, scheduler: dict | None = None, **other: Any):
     fields = {"max_model_len": 1000, "default_max_gb": None, **other}
     return num_blocks_that_fit(
-        int(num_free),
+        FreeMemory(int(num_free)),
         1 << 20,
         CacheConfig(**(cache or {})),
         SchedulerConfig(**{"gpu_mem_reserve_gb": 4.0, **(scheduler or {})}),

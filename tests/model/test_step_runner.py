@@ -37,7 +37,7 @@ from deployments.execution.step_runner import (
     GraphedRunner,
     Replay,
     StepRunner,
-    choose_runner,
+    choose_graphs,
     graph_sizes,
 )
 
@@ -136,7 +136,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], ModelExecutor]
                 return EagerRunner(forward)
             return GraphedRunner(forward, backend, recorder, LARGEST)
 
-        monkeypatch.setattr(f"{where}.choose_runner", lambda *given: runner)
+        monkeypatch.setattr(f"{where}.choose_tapes", lambda *given: runner)
         return make_executor(make_model("llama"))
 
     return made
@@ -207,9 +207,9 @@ def test_graphs_are_for_gpus_whose_backend_has_plans_for_them() -> None:
     """On a CPU, switched off, or with a backend that plans anew, nothing is recorded."""
     assert isinstance(HeldPlans(), StaticPlans)
     cuda = torch.device("cuda")
-    assert choose_runner("auto", HeldPlans(), CPU, LARGEST) is EagerRunner
-    assert choose_runner("off", HeldPlans(), cuda, LARGEST) is EagerRunner
-    assert choose_runner("auto", ReferenceAttention(), cuda, LARGEST) is EagerRunner
+    assert choose_graphs("auto", HeldPlans(), CPU, LARGEST) is EagerRunner
+    assert choose_graphs("off", HeldPlans(), cuda, LARGEST) is EagerRunner
+    assert choose_graphs("auto", ReferenceAttention(), cuda, LARGEST) is EagerRunner
 
 
 class RefusesToWait(TorchDispatchMode):

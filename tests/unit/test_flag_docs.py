@@ -17,6 +17,8 @@ PAGES = {
     "bench capacity": ("load-client.md", "load-tests.md"),
     "bench ceiling": ("load-client.md",),
     "bench chunking": ("load-client.md",),
+    "bench quality": ("load-client.md",),
+    "bench own-cost": ("load-client.md",),
     "trace describe": ("load-tests.md",),
     "trace convert": ("load-tests.md",),
     "trace synthesize": ("load-tests.md",),
@@ -61,3 +63,12 @@ def test_no_page_names_a_flag_that_is_gone() -> None:
     known |= {f"--no-{name[2:]}" for name in known}
     for page in {page for pages in PAGES.values() for page in pages}:
         assert told_in((page,)) - known - FOREIGN == set(), page
+
+
+def test_every_benchmark_stands_on_the_page_of_the_client() -> None:
+    """A benchmark is there, and who reads about measuring never hears of it."""
+    page = (DOCS / "load-client.md").read_text("utf-8")
+    commands = {
+        f"chunkserve {name}" for name in parsers_of(build_parser()) if name.startswith("bench ")
+    }
+    assert commands and [name for name in sorted(commands) if f"`{name}`" not in page] == []

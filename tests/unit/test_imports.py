@@ -122,6 +122,7 @@ RULES = (
             "loadtest",
             "deployments.execution.model_loader",
             "deployments.execution.model_source",
+            "deployments.execution.quantized_weight",
             *CORE,
         ),
     ),

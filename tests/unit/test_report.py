@@ -156,6 +156,48 @@ def test_a_search_for_the_capacity_is_drawn_at_its_own_percentile(tmp_path: Path
     assert "highest rate sustained" in render(runs, [], "x")
 
 
+def trial_of(budget: int, num_replicas: int, ttft_ms: float | None) -> dict[str, Any]:
+    return {
+        "max_num_batched_tokens": budget,
+        "chunk_size": budget,
+        "num_replicas": num_replicas,
+        "meets_slo": ttft_ms is not None and ttft_ms <= 300,
+        "p99_ttft_ms": ttft_ms,
+        "p99_itl_ms": None,
+    }
+
+
+def test_a_plan_shows_the_tries_that_failed_too() -> None:
+    """A fleet that was too small, whose try ended before it had latencies, is not to be seen: who
+    looks at the picture cannot know that one GPU fewer was tried.
+    """
+    trials = [trial_of(2048, 3, 280.0), trial_of(2048, 4, 210.0)]
+    failed = [trial_of(2048, 2, None), trial_of(512, 3, None), trial_of(512, 4, 310.0)]
+    plan = {"completed": 1, "slo": ["ttft:300"], "trials": trials}
+    pictures = [draw_all([Run("all requests", plan | {"trials": each})]) for each in
+                (trials, trials + failed[:1], trials + failed)]  # fmt: skip
+    assert [[chart.name for chart in charts] for charts in pictures] == [["replicas_ttft_0"]] * 3
+    assert len({charts[0].png for charts in pictures}) == 3
+    assert draw_all([Run("all requests", plan | {"trials": failed[:2]})]) == []
+
+
+def test_a_rate_that_was_not_sustained_is_drawn_as_such() -> None:
+    """The fastest rate of a search looks like one that the server can do."""
+    rows = [{"request_rate": rate, "is_sustained": True, "p99_ttft_ms": 90.0} for rate in (1, 2)]
+    pictures = [
+        draw_all([Run("s", {"sweep": [rows[0], rows[1] | {"is_sustained": is_sustained}]})])
+        for is_sustained in (True, False)
+    ]
+    assert pictures[0][0].png != pictures[1][0].png
+
+
+def test_the_table_says_which_slo_it_is() -> None:
+    """Requests within the SLO are told, and nobody knows of which."""
+    runs = [Run("a", {"completed": 1, "slo": ["ttft:300", "itl:50"]}), Run("b", {"completed": 1})]
+    assert "<td>SLO, ms</td><td>ttft:300 itl:50</td><td>–</td>" in render(runs, [], "x")
+    assert "SLO, ms" not in render(runs[1:], [], "x")
+
+
 @pytest.mark.parametrize("num_steps", [50, 5000])
 def test_a_pause_between_steps_is_drawn_as_one(num_steps: int) -> None:
     """A line climbs for ten idle seconds to the step that ends them."""

@@ -18,10 +18,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,6 +27,7 @@ from deployments.execution.attention.backend import AttentionCall
 from deployments.execution.input_batch import InputBatch
 from deployments.execution.kv_cache import LayerCache, LayerSpec
 from deployments.execution.native.compiler import compile_once
+from deployments.execution.native.kernel import Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -37,41 +36,16 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Of queries, keys and values; sums are float32."""
 
 
-class _Step(ctypes.Structure):
-    """`Step` of native/paged_layout.h."""
-
-    _fields_ = [
-        ("num_rows", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("starts", "num_queries", "num_context")),
-        ("table_starts", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
-    ]
-
-
-class _Layer(ctypes.Structure):
-    """`Layer` of native/paged_layout.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_dim")),
-        *((name, ctypes.c_int64) for name in ("value_dim", "window")),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-        ("sinks", ctypes.c_void_p),
-        ("query", ctypes.c_void_p),
-        ("query_token_stride", ctypes.c_int64),
-        ("query_head_stride", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "out")),
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """A step as the kernel reads it, for layers of any window."""
+    """A step as the kernel reads it, for layers of any window; all on the CPU."""
 
-    step: _Step
-    arrays: tuple[npt.NDArray[Any], ...]
-    """What `step` points to, kept alive with it."""
+    num_rows: int
+    block_size: int
+    shapes: tuple[Tensor, Tensor, Tensor, Tensor]
+    """starts, num_queries, num_context, table_starts: [num_rows] each, int64"""
+    tables: Tensor
+    """[num_blocks of all rows], int32"""
 
     @classmethod
     def build(cls, batch: InputBatch) -> NativePlan:
@@ -82,13 +56,18 @@ class NativePlan:
         ).reshape(-1, 3)
         starts, num_queries, num_context = np.ascontiguousarray(shapes.T)
         num_blocks = -(-(num_context + num_queries) // size)
-        ends = np.cumsum(num_blocks)
-        table_starts = ends - num_blocks
+        table_starts = np.cumsum(num_blocks) - num_blocks
         used = (row.block_table[:count] for row, count in zip(rows, num_blocks, strict=True))
         tables = np.fromiter(chain.from_iterable(used), np.int32, int(num_blocks.sum()))
-        arrays = (starts, num_queries, num_context, table_starts, tables)
-        step = _Step(len(rows), size, *(array.ctypes.data for array in arrays))
-        return cls(step, arrays)
+        first, second, third, fourth, flat = map(
+            torch.from_numpy, (starts, num_queries, num_context, table_starts, tables)
+        )
+        return cls(len(rows), size, (first, second, third, fourth), flat)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of it that differs between steps of as many rows."""
+        return (*self.shapes, self.tables)
 
 
 class CpuNativeAttention:
@@ -105,11 +84,8 @@ class CpuNativeAttention:
     name = "cpu_native"
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
-        loaded = ctypes.CDLL(str(library))
         names = {torch.float32: "attend_float32", torch.bfloat16: "attend_bfloat16"}
-        self._attend = loaded[names[dtype]]
-        self._attend.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-        self._attend.restype = ctypes.c_int
+        self._attend = Kernel(ctypes.CDLL(str(library)), names[dtype])
 
     @classmethod
     def compiled(cls, cache: Path, dtype: torch.dtype) -> CpuNativeAttention:
@@ -126,6 +102,10 @@ class CpuNativeAttention:
     def plan(self, batch: InputBatch, windows: Collection[int | None]) -> NativePlan:
         return NativePlan.build(batch)
 
+    def tensors_of(self, plan: NativePlan) -> tuple[Tensor, ...]:
+        """See TapePlans."""
+        return plan.tensors
+
     def attend(self, call: AttentionCall, cache: LayerCache, plan: NativePlan) -> Tensor:
         """See AttentionBackend.
 
@@ -136,24 +116,22 @@ class CpuNativeAttention:
         num_tokens, num_heads, key_dim = query.shape
         num_kv_heads, value_dim = cache.values.shape[2:]
         out = query.new_empty(num_tokens, num_heads, value_dim)
-        # The kernel adds them to float32 sums; a name keeps the copy alive through the call.
+        # The kernel adds them to float32 sums.
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
-        layer = _Layer(
-            num_heads,
-            num_kv_heads,
-            key_dim,
-            value_dim,
-            call.window or 0,
-            call.scaling,
-            call.softcap or 0.0,
-            None if sinks is None else sinks.data_ptr(),
-            query.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
-            out.data_ptr(),
+        self._attend(
+            (*plan.tensors, sinks, query, cache.keys, cache.values, out),
+            (
+                plan.num_rows,
+                plan.block_size,
+                num_heads,
+                num_kv_heads,
+                key_dim,
+                value_dim,
+                call.window or 0,
+                query.stride(0),
+                query.stride(1),
+                torch.get_num_threads(),
+            ),
+            (call.scaling, call.softcap or 0.0),
         )
-        if self._attend(ctypes.byref(plan.step), ctypes.byref(layer), torch.get_num_threads()) != 0:
-            raise MemoryError("attention found no memory for its sums; lower cache.max_gb")
         return out

@@ -1,7 +1,7 @@
 """Turns one C++ source into a shared library for this very machine, once, into a cache.
 
-Plain C functions, called through ctypes: a second to compile, where an extension that includes
-torch's headers takes a minute. Does not know what the functions do.
+Mostly plain C functions, called through ctypes: a second to compile, where a source that includes
+torch's headers takes ten. Does not know what the functions do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,9 +62,9 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in said if line.startswith(wanted)}))
 
 
-def _key(source: bytes, compiler: str) -> str:
+def _key(source: bytes, compiler: str, flags: Sequence[str]) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=TIMEOUT_S).stdout
-    parts = (source, version, _processor().encode(), " ".join(_FLAGS).encode())
+    parts = (source, version, _processor().encode(), " ".join((*_FLAGS, *flags)).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -75,30 +75,33 @@ def _text_of(source: Path) -> bytes:
     return text + b"".join(_text_of(source.parent / name.decode()) for name in included)
 
 
-def compile_once(source: Path, cache: Path) -> Path:
+def compile_once(source: Path, cache: Path, flags: Sequence[str] = ()) -> Path:
     """The shared library of this source, made now if the cache does not have it.
 
     Two processes may ask at once: one compiles, the other waits and finds it done.
+
+    Args:
+        flags: of the compiler, beside the usual ones.
 
     Raises:
         CannotCompile: there is no compiler, it fails, or the cache cannot be written.
     """
     compiler = find_compiler()
     try:
-        library = cache / f"{source.stem}-{_key(_text_of(source), compiler)}.so"
+        library = cache / f"{source.stem}-{_key(_text_of(source), compiler, flags)}.so"
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{library}.lock"):
             if not library.exists():
-                _compile(compiler, source, library)
+                _compile(compiler, source, library, flags)
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotCompile(f"{source.name} could not be compiled: {error}") from error
     return library
 
 
-def _compile(compiler: str, source: Path, library: Path) -> None:
+def _compile(compiler: str, source: Path, library: Path, flags: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder, library.name)
-        command = [compiler, *_FLAGS, _native_flag(), "-o", str(made), str(source)]
+        command = [compiler, *_FLAGS, _native_flag(), "-o", str(made), str(source), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode != 0:
             raise CannotCompile(f"{compiler} failed on {source.name}: {done.stderr.strip()[-500:]}")

@@ -25,13 +25,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <new>
 #include <vector>
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
+#include "arguments.h"
 #include "vectors.h"
 
 namespace {
@@ -345,34 +345,23 @@ void linear(const Number* x, const Layer<Number>& layer, Number* y, int64_t num_
     }
 }
 
+// --- as kernels -----------------------------------------------------------------------------------
+
+// x, weight, bias or null, y; numbers of rows, inputs, outputs and threads.
+template <typename Number>
+void linear_kernel(Arguments given) {
+    const auto* x = given.tensor<const Number>();
+    const auto* weight = given.tensor<const Number>();
+    const auto* bias = given.tensor<const Number>();
+    auto* y = given.tensor<Number>();
+    const int64_t num_rows = given.size(), num_inputs = given.size(), num_outputs = given.size();
+    constexpr int64_t INPUTS = Steps<Number>::INPUTS;
+    const int64_t padded = (num_inputs + INPUTS - 1) / INPUTS * INPUTS;
+    linear<Number>(x, {weight, bias, num_inputs, padded, num_outputs}, y, num_rows,
+                   static_cast<int>(given.size()));
+}
+
 }  // namespace
 
-// 0, or 1 where memory is out: an exception must not leave C.
-extern "C" {
-
-int linear_float32(const float* x, const float* weight, const float* bias, float* y,
-                   int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int num_threads) {
-    try {
-        linear<float>(x, {weight, bias, num_inputs, num_inputs, num_outputs}, y, num_rows,
-                      num_threads);
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
-    return 0;
-}
-
-int linear_bfloat16(const void* x, const void* weight, const void* bias, void* y,
-                    int64_t num_rows, int64_t num_inputs, int64_t num_outputs, int num_threads) {
-    const auto* weights = static_cast<const BFloat16*>(weight);
-    const auto* biases = static_cast<const BFloat16*>(bias);
-    const int64_t padded = (num_inputs + 1) / 2 * 2;
-    try {
-        linear<BFloat16>(static_cast<const BFloat16*>(x),
-                         {weights, biases, num_inputs, padded, num_outputs},
-                         static_cast<BFloat16*>(y), num_rows, num_threads);
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
-    return 0;
-}
-}
+DEFINE_KERNEL(linear_float32, linear_kernel<float>)
+DEFINE_KERNEL(linear_bfloat16, linear_kernel<BFloat16>)

@@ -14,6 +14,7 @@
 #include <omp.h>
 #include <vector>
 
+#include "arguments.h"
 #include "attention_few.h"
 #include "attention_tiles.h"
 
@@ -215,26 +216,37 @@ private:
     Memory partials_;
 };
 
+// --- as a kernel ----------------------------------------------------------------------------------
+
+// The arrays of a Step, sinks or null, query, keys, values, out; sizes and numbers as below.
 template <typename Number>
-int attend(const Step& step, const Layer<Number>& layer, int num_threads) {
-    try {
-        StepAttention<Number>(step, layer, num_threads).run();
-    } catch (const std::bad_alloc&) {
-        return 1;
-    }
-    return 0;
+void attend(Arguments given) {
+    const auto* starts = given.tensor<const int64_t>();
+    const auto* num_queries = given.tensor<const int64_t>();
+    const auto* num_context = given.tensor<const int64_t>();
+    const auto* table_starts = given.tensor<const int64_t>();
+    const auto* tables = given.tensor<const int32_t>();
+    const int64_t num_rows = given.size(), block_size = given.size();
+    const Step step{num_rows, block_size, starts, num_queries, num_context, table_starts, tables};
+    Layer<Number> layer;
+    layer.sinks = given.tensor<const float>();
+    layer.query = given.tensor<const Number>();
+    layer.keys = given.tensor<const Number>();
+    layer.values = given.tensor<const Number>();
+    layer.out = given.tensor<Number>();
+    layer.num_heads = given.size();
+    layer.num_kv_heads = given.size();
+    layer.key_dim = given.size();
+    layer.value_dim = given.size();
+    layer.window = given.size();
+    layer.query_token_stride = given.size();
+    layer.query_head_stride = given.size();
+    layer.scaling = given.number();
+    layer.softcap = given.number();
+    StepAttention<Number>(step, layer, static_cast<int>(given.size())).run();
 }
 
 }  // namespace
 
-// Both return 0, or 1 where memory ran out.
-extern "C" {
-
-int attend_float32(const Step* step, const Layer<float>* layer, int num_threads) {
-    return attend(*step, *layer, num_threads);
-}
-
-int attend_bfloat16(const Step* step, const Layer<BFloat16>* layer, int num_threads) {
-    return attend(*step, *layer, num_threads);
-}
-}
+DEFINE_KERNEL(attend_float32, attend<float>)
+DEFINE_KERNEL(attend_bfloat16, attend<BFloat16>)

@@ -22,9 +22,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <new>
 #include <vector>
 
+#include "arguments.h"
 #include "vectors.h"
 
 namespace {
@@ -270,30 +270,26 @@ void linear(const Number* x, const Layer& layer, const Number* bias, Number* y, 
     }
 }
 
+// --- as kernels -----------------------------------------------------------------------------------
+
+// x, lines, parameters, bias or null, y; numbers of rows, inputs, outputs and threads.
+template <typename Format, typename Number>
+void linear_kernel(Arguments given) {
+    const auto* x = given.tensor<const Number>();
+    const auto* lines = given.tensor<const uint32_t>();
+    const auto* parameters = given.tensor<const BFloat16>();
+    const auto* bias = given.tensor<const Number>();
+    auto* y = given.tensor<Number>();
+    const int64_t num_rows = given.size(), num_inputs = given.size(), num_outputs = given.size();
+    const int64_t num_filled = (num_inputs + GROUP - 1) / GROUP * GROUP;
+    const Layer layer{lines, parameters, num_filled, num_outputs};
+    linear<Format, Number>(x, layer, bias, y, num_rows, num_inputs,
+                           static_cast<int>(given.size()));
+}
+
 }  // namespace
 
-// 0, or 1 where memory is out: an exception must not leave C.
-#define DEFINE_LINEAR(NAME, FORMAT, NUMBER)                                                      \
-    int NAME(const void* x, const void* lines, const void* parameters, const void* bias,         \
-             void* y, int64_t num_rows, int64_t num_inputs, int64_t num_outputs,                 \
-             int num_threads) {                                                                  \
-        const int64_t num_filled = (num_inputs + GROUP - 1) / GROUP * GROUP;                     \
-        const Layer layer{static_cast<const uint32_t*>(lines),                                   \
-                          static_cast<const BFloat16*>(parameters), num_filled, num_outputs};    \
-        try {                                                                                    \
-            linear<FORMAT, NUMBER>(static_cast<const NUMBER*>(x), layer,                         \
-                                   static_cast<const NUMBER*>(bias), static_cast<NUMBER*>(y),    \
-                                   num_rows, num_inputs, num_threads);                           \
-        } catch (const std::bad_alloc&) {                                                        \
-            return 1;                                                                            \
-        }                                                                                        \
-        return 0;                                                                                \
-    }
-
-extern "C" {
-
-DEFINE_LINEAR(int8_float32, Int8, float)
-DEFINE_LINEAR(int8_bfloat16, Int8, BFloat16)
-DEFINE_LINEAR(int4_float32, Int4, float)
-DEFINE_LINEAR(int4_bfloat16, Int4, BFloat16)
-}
+DEFINE_KERNEL(int8_float32, linear_kernel<Int8, float>)
+DEFINE_KERNEL(int8_bfloat16, linear_kernel<Int8, BFloat16>)
+DEFINE_KERNEL(int4_float32, linear_kernel<Int4, float>)
+DEFINE_KERNEL(int4_bfloat16, linear_kernel<Int4, BFloat16>)

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "arguments.h"
 #include "vectors.h"
 
 namespace {
@@ -152,28 +153,49 @@ void rotate_rows(const Heads<Number>& first, const Heads<Number>& second, const 
     }
 }
 
+// --- as kernels -----------------------------------------------------------------------------------
+
+template <typename Number>
+void rms_norm(Arguments given) {
+    const auto* x = given.tensor<const Number>();
+    const auto* weight = given.tensor<const float>();
+    auto* y = given.tensor<Number>();
+    const int64_t num_rows = given.size(), size = given.size();
+    const bool rounds_first = given.size() != 0;
+    const int num_threads = static_cast<int>(given.size());
+    norm_rows<Number>(x, y, {weight, size, given.number(), rounds_first}, num_rows, num_threads);
+}
+
+template <typename Number>
+void silu_gate(Arguments given) {
+    const auto* gate_up = given.tensor<const Number>();
+    auto* y = given.tensor<Number>();
+    const int64_t num_rows = given.size(), size = given.size();
+    gate_rows<Number>(gate_up, y, num_rows, size, static_cast<int>(given.size()));
+}
+
+template <typename Number>
+Heads<Number> heads(Arguments& given) {
+    const auto* from = given.tensor<const Number>();
+    auto* to = given.tensor<Number>();
+    const int64_t row_stride = given.size();
+    return {from, to, row_stride, given.size()};
+}
+
+template <typename Number>
+void rotate(Arguments given) {
+    const auto query = heads<Number>(given), key = heads<Number>(given);
+    const auto* cos = given.tensor<const Number>();
+    const auto* sin = given.tensor<const Number>();
+    const int64_t num_rows = given.size(), half = given.size();
+    rotate_rows<Number>(query, key, cos, sin, num_rows, half, static_cast<int>(given.size()));
+}
+
 }  // namespace
 
-#define FOR_NUMBER(name, Number)                                                                  \
-    void rms_norm_##name(const Number* x, const float* weight, Number* y, int64_t num_rows,       \
-                         int64_t size, float epsilon, int rounds_first, int num_threads) {        \
-        norm_rows<Number>(x, y, {weight, size, epsilon, rounds_first != 0}, num_rows,             \
-                          num_threads);                                                           \
-    }                                                                                             \
-    void silu_gate_##name(const Number* gate_up, Number* y, int64_t num_rows, int64_t size,       \
-                          int num_threads) {                                                      \
-        gate_rows<Number>(gate_up, y, num_rows, size, num_threads);                               \
-    }                                                                                             \
-    void rotate_##name(const Number* query, Number* query_to, int64_t query_stride,               \
-                       int64_t num_heads, const Number* key, Number* key_to, int64_t key_stride,  \
-                       int64_t num_kv_heads, const Number* cos, const Number* sin,                \
-                       int64_t num_rows, int64_t half, int num_threads) {                         \
-        rotate_rows<Number>({query, query_to, query_stride, num_heads},                           \
-                            {key, key_to, key_stride, num_kv_heads}, cos, sin, num_rows, half,    \
-                            num_threads);                                                         \
-    }
-
-extern "C" {
-FOR_NUMBER(float32, float)
-FOR_NUMBER(bfloat16, BFloat16)
-}
+DEFINE_KERNEL(rms_norm_float32, rms_norm<float>)
+DEFINE_KERNEL(rms_norm_bfloat16, rms_norm<BFloat16>)
+DEFINE_KERNEL(silu_gate_float32, silu_gate<float>)
+DEFINE_KERNEL(silu_gate_bfloat16, silu_gate<BFloat16>)
+DEFINE_KERNEL(rotate_float32, rotate<float>)
+DEFINE_KERNEL(rotate_bfloat16, rotate<BFloat16>)

@@ -20,7 +20,8 @@ from loadtest.peers.launch import (
 
 NAME = "transformers"
 VERSION = "5.24.0"
-NUM_BLOCKS = 512
+NUM_BLOCKS = 128
+"""Of 256 tokens each: twice what any workload holds, and all services share the memory."""
 
 
 def _command(place: Place) -> Path:

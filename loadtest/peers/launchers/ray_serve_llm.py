@@ -41,9 +41,11 @@ def _launch(place: Place, port: int, dtype: str) -> Launch:
         ready=LogLine("serving on"),
         dtype=dtype,
         weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT[dtype]),
-        # Ray's workers give way to all other programs unless told not to; ours do not either.
         env={
             **environment(place.peer_dir(NAME), place.num_threads),
+            # Ray gives a worker as many threads as it reserved CPUs, which is one here.
+            "OMP_NUM_THREADS": str(place.num_threads),
+            # Ray's workers give way to all other programs unless told not to; ours do not either.
             "RAY_worker_niceness": "0",
         },
     )

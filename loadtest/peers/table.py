@@ -13,13 +13,20 @@ def table_of(summary: Json) -> str:
     """All tables, in the order in which one reads them."""
     services: Json = summary["services"]
     ours, *peers = services
+    gaps = _gaps_of(summary)
     parts = [
         ("Services", _services(services)),
-        ("Figures: median (min to max) over rounds", _figures(summary["figures"], list(services))),
+        (
+            "Figures: median (min to max) over rounds",
+            _figures(summary["figures"], list(services), gaps),
+        ),
     ]
     if peers:
-        title = f"Ratios: {ours} over each, median (min to max) of rounds"
-        parts.append((title, _figures(summary["ratios"], peers)))
+        title = (
+            f"Ratios: {ours} over each, median (min to max) of rounds; "
+            "above 1 is better for rates, below 1 for times"
+        )
+        parts.append((title, _figures(summary["ratios"], peers, gaps)))
     if "limits" in summary:
         parts.append(("Shares of this machine's limits", _limits(summary)))
     parts.append(("Cores in use, median over rounds", _cores(summary["cores"])))
@@ -57,10 +64,10 @@ def number(value: float) -> str:
     return f"{value:.2f}" if size >= 1 else f"{value:.3f}"
 
 
-def spread(values: Json | None) -> str:
-    """A median with its range; the median alone of one round."""
+def spread(values: Json | None, empty: str = NONE) -> str:
+    """A median with its range; the median alone of one round; `empty` of none."""
     if values is None:
-        return NONE
+        return empty
     if values["count"] == 1:
         return number(values["median"])
     least, greatest = number(values["least"]), number(values["greatest"])
@@ -80,13 +87,30 @@ def _services(services: Json) -> str:
     return aligned(["service", "dtype", "weights, MB", "start, s"], rows)
 
 
-def _figures(figures: Json, names: Sequence[str]) -> str:
-    rows = [
-        [f"{workload} {figure}", *(spread(cells.get(name)) for name in names)]
-        for workload, by_figure in figures.items()
-        for figure, cells in by_figure.items()
-    ]
-    return aligned(["", *names], rows)
+def _gaps_of(summary: Json) -> dict[tuple[str, str], str]:
+    """Why a service has no figure of a workload."""
+    return {
+        (each["workload"], each["service"]): word
+        for word in ("dropped", "failed")
+        for each in summary[word]
+    }
+
+
+def _figures(figures: Json, names: Sequence[str], gaps: Mapping[tuple[str, str], str]) -> str:
+    """A table for each workload, a row for each service: as wide as it has figures, however many
+    services there are.
+    """
+    tables = []
+    for workload, by_figure in figures.items():
+        rows = []
+        for name in names:
+            spreads = [cells.get(name) for cells in by_figure.values()]
+            why = gaps.get((workload, name))
+            if why is not None or any(spreads):
+                empty = NONE if any(spreads) else why or NONE
+                rows.append([name, *(spread(each, empty) for each in spreads)])
+        tables.append(aligned([workload, *by_figure], rows))
+    return "\n\n".join(tables)
 
 
 def _limits(summary: Json) -> str:
@@ -124,7 +148,6 @@ def _dropped(dropped: Sequence[Json]) -> list[str]:
 def _failed(failed: Sequence[Json]) -> list[str]:
     return [
         f"failed: round {each['round_number']} {each['workload']} {each['service']}: "
-        f"{each['num_failed']} requests, so the turn does not count: "
-        f"{'; '.join(each['errors'].values())}"
+        f"not counted, {each['num_failed']} requests: {'; '.join(each['errors'].values())}"
         for each in failed
     ]

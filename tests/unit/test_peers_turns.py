@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from loadtest.bench_serve import free_port
-from loadtest.client import Target
+from loadtest.client import Answer, Ask, Target
 from loadtest.load_prompts import WordPrompts
+from loadtest.load_run import EndedRequest, PlannedRequest
 from loadtest.peers.contest import Contest, ContestSettings, PromptForms
 from loadtest.peers.hardware_limits import Limits, ModelShapes
 from loadtest.peers.launch import HealthPage, Launch, LogLine, Place, completions
@@ -26,10 +27,11 @@ from loadtest.peers.process_tree import ProcessTree
 from loadtest.peers.ratios import ratio_of, spread_of
 from loadtest.peers.summary import Entrant, summarise
 from loadtest.peers.table import aligned, number, table_of
-from loadtest.peers.turns import interleaved
+from loadtest.peers.turns import Turn, TurnResult, fault_of, interleaved
 from loadtest.peers.workloads import Sizes
+from loadtest.stream_reader import StreamedAnswer, TokenCount
 from loadtest.stub_openai import STUB_MODEL
-from tests.unit.peers_tools import FakeService, make_result
+from tests.unit.peers_tools import QUIET, FakeService, make_result
 
 RATE = "tokens/s after the first"
 SHAPES = ModelShapes(((4, 2), (2, 2)), num_layers=3, attention_width=2)
@@ -124,11 +126,51 @@ def test_the_table_shows_figures_ratios_limits_and_what_was_dropped() -> None:
     entrants = [Entrant("ours", "float32", 1e8, 9.0), Entrant("peer", "bf16", None, 100.0)]
     limits = Limits(1e10, {"float32": 2e11, "bfloat16": 1e10})
     text = table_of(summarise(results, entrants, limits, SHAPES, {}))
-    assert "| W5 tokens/s after the first | 40.0 (30.0 to 50.0) | 20.0 |" in text
-    assert "| W5 tokens/s after the first | 1.50 |" in text
+    assert "| W5   | tokens/s after the first |" in text
+    assert "| ours |      40.0 (30.0 to 50.0) |" in text
+    assert "| peer |                     20.0 |" in text
+    assert "| peer |                     1.50 |" in text
     assert "| ours | 40% |" in text
     assert "read 10.0 GB/s; products: float32 200 GFLOP/s, bfloat16 10.0 GFLOP/s" in text
     assert "dropped: round 1 W5 peer: others used 0.50 cores" in text
+
+
+def test_a_turn_with_failed_requests_is_named_and_counts_nowhere() -> None:
+    """A server that answers half of what it is asked is in the median, and fast."""
+    failed = TurnResult(
+        Turn(0, "W5", "peer"), {RATE: 90.0}, 3, {"status 500": "out of blocks"}, QUIET
+    )
+    results = [make_result((0, "W5", "ours"), {RATE: 30.0}), failed]
+    entrants = [Entrant(name, "float32", None, 1.0) for name in ("ours", "peer")]
+    summary = summarise(results, entrants, None, SHAPES, {"gone": "gone ended while starting"})
+    assert summary["figures"]["W5"][RATE].keys() == {"ours"}
+    assert summary["ratios"]["W5"][RATE] == {}
+    text = table_of(summary)
+    assert "| peer |                   failed |" in text
+    assert "failed: round 0 W5 peer: not counted, 3 requests: out of blocks" in text
+    assert "left out: gone ended while starting" in text
+
+
+# --- what a request has to be ---------------------------------------------------------------------
+
+
+def ended_request(num_wanted: int, num_came: int, num_read: int | None) -> EndedRequest:
+    """One with a prompt of 100 tokens, as its client saw it."""
+    streamed = StreamedAnswer([float(i) for i in range(num_came)], TokenCount.USAGE, num_read, 0)
+    planned = PlannedRequest(Ask("", num_wanted), 100, None)
+    return EndedRequest(planned, 0.0, Answer(0.0, 9.0, streamed, None))
+
+
+@pytest.mark.parametrize("num_read", [None, 99, 100, 102])
+def test_an_answer_of_full_length_to_the_whole_prompt_counts(num_read: int | None) -> None:
+    """A special token, or a server that does not count prompts, fails a turn."""
+    assert fault_of(ended_request(8, 8, num_read)) is None
+
+
+@pytest.mark.parametrize(("num_came", "num_read"), [(7, 100), (9, 100), (8, 50), (8, 120)])
+def test_less_work_than_was_asked_is_a_failure(num_came: int, num_read: int) -> None:
+    """A server that ends early, or cuts its prompt, has the best times."""
+    assert fault_of(ended_request(8, num_came, num_read)) is not None
 
 
 # --- a whole contest ------------------------------------------------------------------------------
@@ -188,6 +230,27 @@ def test_a_service_that_fails_its_requests_is_left_out() -> None:
         contest.run()
     assert service.history == ["start", "send", "end", "end"]
     assert any("silent is left out: silent fails" in line for line in lines)
+
+
+def test_a_peer_that_ends_on_the_way_is_left_out_from_there_on() -> None:
+    """The first peer that crashes ends the benchmark, or fails all later turns one by one."""
+
+    class Crashing(FakeService):
+        async def send(
+            self, planned: Sequence[PlannedRequest], max_concurrency: int | None
+        ) -> list[EndedRequest]:
+            if self.history.count("send") == 2:
+                raise ServerFailed(f"{self.name} ended while it was asked")
+            return await super().send(planned, max_concurrency)
+
+    prompts = WordPrompts(0)
+    settings = ContestSettings(("W5",), 2, Sizes(0.1), max_others=float("inf"))
+    with stub_server() as target:
+        services = [FakeService("ours", target), Crashing("weak", target)]
+        contest = Contest(settings, services, PromptForms(prompts, prompts), lambda _: None)
+        contest.run()
+    assert [result.turn.service for result in contest.results] == ["ours", "ours"]
+    assert contest.left_out == {"weak": "weak ended while it was asked"}
 
 
 def test_a_load_at_its_own_capacity_needs_that_capacity() -> None:

@@ -125,6 +125,7 @@ def test_an_answer_that_comes_at_once_has_no_endless_rate() -> None:
     records = [make_record(0.0, [4.0, 4.0, 4.0, 4.0])]
     assert figures_of("W5", {"all": records})["tokens/s after the first"] == pytest.approx(0.75)
     assert figures_of("W3", {SHORT: records})["worst gap, s"] == pytest.approx(4.0)
+    assert "ITL p50, ms" not in figures_of("W1", {"all": records})
 
 
 def test_the_stall_counts_gaps_of_the_decodes_while_the_long_prompt_waits() -> None:

@@ -1,12 +1,14 @@
 """Starts ray.serve.llm with one model on a port. Runs in that peer's own environment, so it knows
 nothing of this project.
 
-    python ray_serve_llm_app.py MODEL_DIR PORT MAX_MODEL_LEN BUDGET
+    python ray_serve_llm_app.py MODEL_DIR PORT MAX_MODEL_LEN BUDGET DTYPE
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 import time
 
 
@@ -16,8 +18,10 @@ def main() -> None:
     from ray import serve
     from ray.serve.llm import LLMConfig, build_openai_app
 
-    model_dir, port, max_model_len, budget = sys.argv[1:5]
-    ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    model_dir, port, max_model_len, budget, dtype = sys.argv[1:6]
+    # A cluster of its own, in a folder of its own: others on this machine are not touched.
+    folder = tempfile.mkdtemp(prefix="peer-ray-")
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, _temp_dir=folder)
     serve.start(http_options={"host": "127.0.0.1", "port": int(port)})
     config = LLMConfig(
         model_loading_config={"model_id": "m", "model_source": model_dir},
@@ -27,7 +31,7 @@ def main() -> None:
             "ray_actor_options": {"num_cpus": 0},
         },
         engine_kwargs={
-            "dtype": "bfloat16",
+            "dtype": dtype,
             "max_model_len": int(max_model_len),
             "max_num_batched_tokens": int(budget),
             "disable_log_stats": True,
@@ -38,8 +42,12 @@ def main() -> None:
     )
     serve.run(build_openai_app({"llm_configs": [config]}), blocking=False)
     print(f"serving on {port}", flush=True)
-    while True:
-        time.sleep(3600)
+    try:
+        while True:
+            time.sleep(3600)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ PEERS: Mapping[str, Peer] = {
         llama_cpp.LLAMA_BF16,
         llama_cpp.LLAMA_Q4,
         transformers_cb.TRANSFORMERS,
+        transformers_cb.TRANSFORMERS_F32,
         ray_serve_llm.RAY_SERVE_LLM,
+        ray_serve_llm.RAY_SERVE_LLM_F32,
         serve_batch.SERVE_BATCH,
     )
 }

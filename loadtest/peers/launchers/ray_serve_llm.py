@@ -10,6 +10,7 @@ from loadtest.peers.launch import (
     LogLine,
     Peer,
     Place,
+    Step,
     completions,
     weight_bytes,
 )
@@ -25,7 +26,7 @@ def _python(place: Place) -> Path:
     return place.peer_dir(NAME) / "bin" / "python"
 
 
-def _launch(place: Place, port: int) -> Launch:
+def _launch(place: Place, port: int, dtype: str) -> Launch:
     return Launch(
         command=(
             str(_python(place)),
@@ -34,30 +35,37 @@ def _launch(place: Place, port: int) -> Launch:
             str(port),
             str(place.max_model_len),
             str(place.budget),
+            dtype,
         ),
         target=completions(port, "m"),
         ready=LogLine("serving on"),
-        dtype="bfloat16",
-        weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT["bfloat16"]),
-        # Ray's workers give way to all other programs unless told not to; ours do not either.
+        dtype=dtype,
+        weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT[dtype]),
         env={
             **environment(place.peer_dir(NAME), place.num_threads),
+            # Ray gives a worker as many threads as it reserved CPUs, which is one here.
+            "OMP_NUM_THREADS": str(place.num_threads),
+            # Ray's workers give way to all other programs unless told not to; ours do not either.
             "RAY_worker_niceness": "0",
         },
     )
 
 
-RAY_SERVE_LLM = Peer(
-    NAME,
-    f"ray.serve.llm {RAY_VERSION} with vLLM {VLLM_VERSION}",
-    lambda place: (_python(place),),
-    _launch,
-    lambda place: install_into(
-        place.peer_dir(NAME),
-        VLLM_VERSION,
-        f"ray[serve]=={RAY_VERSION}",
-        "pyarrow",
-        "jsonref",
-        "pandas",
-    ),
-)
+def _install(place: Place) -> tuple[Step, ...]:
+    more = (f"ray[serve]=={RAY_VERSION}", "pyarrow", "jsonref", "pandas")
+    return install_into(place.peer_dir(NAME), VLLM_VERSION, *more)
+
+
+def _peer(name: str, dtype: str) -> Peer:
+    return Peer(
+        name,
+        f"ray.serve.llm {RAY_VERSION} with vLLM {VLLM_VERSION}, {dtype}",
+        lambda place: (_python(place),),
+        lambda place, port: _launch(place, port, dtype),
+        _install,
+    )
+
+
+RAY_SERVE_LLM = _peer(NAME, "bfloat16")
+RAY_SERVE_LLM_F32 = _peer(f"{NAME}-f32", "float32")
+"""Faster where the processor multiplies no bfloat16."""

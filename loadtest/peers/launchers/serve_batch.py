@@ -31,6 +31,7 @@ def _launch(place: Place, port: int) -> Launch:
         ready=LogLine("serving on"),
         dtype=dtype,
         weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT[dtype]),
+        # As ours: Ray's workers give way to all other programs unless told not to.
         env={"RAY_worker_niceness": "0"},
     )
 

@@ -12,6 +12,7 @@ from loadtest.peers.launch import (
     Launch,
     Peer,
     Place,
+    Step,
     completions,
     new_venv,
     weight_bytes,
@@ -19,17 +20,18 @@ from loadtest.peers.launch import (
 
 NAME = "transformers"
 VERSION = "5.24.0"
-NUM_BLOCKS = 512
+NUM_BLOCKS = 128
+"""Of 256 tokens each: twice what any workload holds, and all services share the memory."""
 
 
 def _command(place: Place) -> Path:
     return place.peer_dir(NAME) / "bin" / "transformers"
 
 
-def _launch(place: Place, port: int) -> Launch:
+def _launch(place: Place, port: int, dtype: str) -> Launch:
     flags = {
         "--device": "cpu",
-        "--dtype": "bfloat16",
+        "--dtype": dtype,
         "--cb-max-batch-tokens": str(place.budget),
         "--cb-num-blocks": str(NUM_BLOCKS),
         "--attn-implementation": "sdpa",
@@ -50,19 +52,28 @@ def _launch(place: Place, port: int) -> Launch:
         # Strict about the fields of a request.
         target=replace(target, ignores_eos=False, has_running_usage=False),
         ready=HealthPage("/health"),
-        dtype="bfloat16",
-        weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT["bfloat16"]),
+        dtype=dtype,
+        weight_bytes=weight_bytes(place.model_dir, BYTES_PER_WEIGHT[dtype]),
         env={"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(place.num_threads)},
         has_token_ids=False,
     )
 
 
-TRANSFORMERS = Peer(
-    NAME,
-    f"transformers {VERSION}, continuous batching",
-    lambda place: (_command(place),),
-    _launch,
-    lambda place: new_venv(
-        place.peer_dir(NAME), "torch==2.13.0", f"transformers[serving]=={VERSION}"
-    ),
-)
+def _install(place: Place) -> tuple[Step, ...]:
+    packages = ("torch==2.13.0", f"transformers[serving]=={VERSION}")
+    return new_venv(place.peer_dir(NAME), *packages)
+
+
+def _peer(name: str, dtype: str) -> Peer:
+    return Peer(
+        name,
+        f"transformers {VERSION}, continuous batching, {dtype}",
+        lambda place: (_command(place),),
+        lambda place, port: _launch(place, port, dtype),
+        _install,
+    )
+
+
+TRANSFORMERS = _peer(NAME, "bfloat16")
+TRANSFORMERS_F32 = _peer(f"{NAME}-f32", "float32")
+"""Faster where the processor multiplies no bfloat16."""

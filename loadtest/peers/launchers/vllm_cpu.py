@@ -29,7 +29,8 @@ NAME = "vllm"
 VERSION = "0.32.0"
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """Builds for CUDA, which fail to load beside a torch for CPUs, and which text does not need."""
-KV_GIB = 4
+KV_GIB = 1
+"""More tokens than any workload holds, in float32 too; all services share the memory."""
 TCMALLOC = "libtcmalloc_minimal.so.4"
 """Debian's package libtcmalloc-minimal4; a copy in the environment's lib is taken too."""
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from deployments.engine.outputs import ScheduledRequest
+from deployments.execution.device_memory import is_out_of_memory
 from deployments.execution.input_batch import InputBatch
 from deployments.execution.model_forward import ModelForward
 from deployments.execution.static_plans import StaticPlans, StaticShape
@@ -107,11 +108,12 @@ def graph_sizes(max_num_rows: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """A graph and the memory it reads."""
+    """A graph and all the memory it reads, which nobody else keeps."""
 
     input_ids: Tensor
     positions: Tensor
     slots: Tensor
+    which: Tensor
     plan: Any
     replay: Replay
 
@@ -162,12 +164,16 @@ class GraphedRunner:
         return recording.replay()[batch.logits_indices]
 
     def _find_or_record(self, num_rows: int, kind: int) -> _Recording | None:
-        """None: nothing can be recorded, and from now on nothing is."""
+        """None: nothing can be recorded, and from now on nothing is. Out of memory is no such case:
+        the step is made smaller and run again.
+        """
         key = (num_rows, kind)
         if key not in self._recordings:
             try:
                 self._recordings[key] = self._record(num_rows, kind)
             except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
                 logger.warning("decodes run without CUDA graphs, which is slower: %s", error)
                 self._sizes = ()
                 self._recordings.clear()
@@ -183,7 +189,7 @@ class GraphedRunner:
         replay = self._recorder.record(
             lambda: self._forward.compute(input_ids, positions, slots, which, plan)
         )
-        return _Recording(input_ids, positions, slots, plan, replay)
+        return _Recording(input_ids, positions, slots, which, plan, replay)
 
 
 def choose_graphs(

@@ -5,8 +5,10 @@ same fixed inputs.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -201,6 +203,47 @@ def test_without_recordings_decodes_run_plainly(
         got = run(make(HeldPlans(), CannotRecord()), [request])
     assert got.tokens("mine") == run(make(HeldPlans(), None), [request]).tokens("mine")
     assert caplog.text.count("without CUDA graphs") == 1
+
+
+class Forgets:
+    """Replays as a CUDA graph does, which keeps no tensor that it reads."""
+
+    def __init__(self) -> None:
+        self.read: list[weakref.ref[Tensor]] = []
+
+    def record(self, compute: Callable[[], Tensor]) -> Replay:
+        cells = [cell.cell_contents for cell in compute.__closure__ or ()]  # type: ignore[attr-defined]
+        self.read += [weakref.ref(held) for held in cells if isinstance(held, Tensor)]
+        out = compute()
+        return lambda: out
+
+
+def test_a_recording_keeps_what_it_reads(make: Any) -> None:
+    """A graph that outlived the indices of its rows read whatever came to lie there."""
+    recorder = Forgets()
+    executor = make(HeldPlans(), recorder)
+    run(executor, [greedy(make_prompt(9), "mine", max_tokens=4)])
+    gc.collect()
+    assert len(recorder.read) >= 4
+    assert all(held() is not None for held in recorder.read)
+    executor.close()
+
+
+class HasNoMemory:
+    """As where a graph's pool does not fit."""
+
+    def record(self, compute: Callable[[], Tensor]) -> Replay:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_out_of_memory_while_recording_is_told(make: Any) -> None:
+    """It was taken for a model that cannot be recorded, and recordings were off for good."""
+    executor = make(HeldPlans(), HasNoMemory())
+    runner = executor._forward._runner
+    batch = InputBatch.build([], BLOCK_SIZE, CPU, 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.run(batch, HeldPlans().plan(batch, ()))
+    assert runner._sizes
 
 
 def test_graphs_are_for_gpus_whose_backend_has_plans_for_them() -> None:

@@ -35,6 +35,7 @@ from deployments.engine.request import Request
 from deployments.execution.model_executor import ModelExecutor
 from deployments.execution.model_loader import LoadedModel, load_model
 from deployments.execution.prepack import multiplies_bfloat16
+from deployments.execution.tape.runner import NUM_PLAIN
 from deployments.protocol import SamplingParams
 from loadtest.number_types import positive_number, whole_number
 from loadtest.report_data import Json
@@ -186,7 +187,7 @@ def _with_filled_cache(loaded: LoadedModel, config: ServiceConfig) -> ModelExecu
 
 
 def _step_s(executor: ModelExecutor, step: SchedulerOutput, seconds: float) -> float:
-    for _ in range(2):  # the second step of a shape is recorded
+    for _ in range(NUM_PLAIN + 1):  # recorded by then
         executor.execute(step)
     return best_s(lambda: executor.execute(step), seconds)
 

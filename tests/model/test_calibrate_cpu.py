@@ -49,9 +49,9 @@ def test_a_fitted_machine_takes_as_long_as_it_does(tmp_path: Path) -> None:
     """What an engine writes cannot be fitted, or the fit says nothing of the machine: a user who
     calibrates plans with the figures of another one.
     """
-    config = ServiceConfig(
-        scheduler=SCHEDULER, cache=CACHE, execution=ExecutionConfig(device="cpu", num_threads=1)
-    )
+    # Recording tapes would be most of so short a run.
+    execution = ExecutionConfig(device="cpu", num_threads=1, tape_steps=False)
+    config = ServiceConfig(scheduler=SCHEDULER, cache=CACHE, execution=execution)
     executor = ModelExecutor(load(make_model("llama", max_position_embeddings=256), ()), config)
     log = tmp_path / "steps.jsonl"
     serve_all(executor, WallClock(), [])  # the first steps warm up

@@ -1,10 +1,11 @@
-"""Runs steps from tapes: the second step of a shape is recorded, all later ones play.
+"""Runs steps from tapes: a shape of steps that keeps coming is recorded once, and played from then
+on.
 
 A step of one decode is a thousand small calls, and Python takes longer between them than a CPU does
 for some of them. Unlike CUDA graphs, tapes need no padding and no memory of their own, so steps
 with prefill chunks have them too.
 
-    step of (tokens, rows, kept)    first seen: as it comes     second: recorded     then: played
+    step of (tokens, rows, kept)    the first: as they come    then one: recorded    then: played
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from deployments.execution.tape.watch import CannotRecord
 
 logger = logging.getLogger(__name__)
 
+NUM_PLAIN = 8
+"""Steps of a shape before it is recorded: about what recording costs, in what tapes save a step. So
+a shape that comes back rarely costs no more than twice what it would have at best.
+"""
 MAX_SHAPES = 256
 """Whose tapes are kept, the last ones used; a tape of a hundred layers takes a few megabytes."""
 
@@ -56,8 +61,8 @@ class TapeRunner:
         self._plans = plans
         self._recorder: TapeRecorder | None = recorder
         self._eager = EagerRunner(forward)
-        # None: seen once.
-        self._tapes: OrderedDict[tuple[int, int, int], Tape | None] = OrderedDict()
+        # Of a shape that has none yet, how often it was seen.
+        self._tapes: OrderedDict[tuple[int, int, int], Tape | int] = OrderedDict()
 
     def num_rows_of(self, scheduled: Sequence[ScheduledRequest]) -> int:
         return 0
@@ -66,12 +71,13 @@ class TapeRunner:
         if self._recorder is None:
             return self._eager.run(batch, plan)
         shape = (len(batch.input_ids), len(batch.rows), len(batch.logits_indices))
-        if shape not in self._tapes:
-            self._tapes[shape] = None
-            if len(self._tapes) > MAX_SHAPES:
-                self._tapes.popitem(last=False)
-            return self._eager.run(batch, plan)
+        tape = self._tapes.setdefault(shape, 0)
         self._tapes.move_to_end(shape)
+        if len(self._tapes) > MAX_SHAPES:
+            self._tapes.popitem(last=False)
+        if isinstance(tape, int) and tape < NUM_PLAIN:
+            self._tapes[shape] = tape + 1
+            return self._eager.run(batch, plan)
         inputs = (
             batch.input_ids,
             batch.positions,
@@ -79,8 +85,7 @@ class TapeRunner:
             batch.logits_indices,
             *self._plans.tensors_of(plan),
         )
-        tape = self._tapes[shape]
-        if tape is not None:
+        if isinstance(tape, Tape):
             return tape.play(inputs)
         try:
             self._tapes[shape], logits = self._recorder.record(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,7 @@ _UNTAPEABLE = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.nondeterministic_seeded,
 )
+_EMPTY = (torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)
 _READERS = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
 """What hands a tensor's numbers to Python past torch's dispatcher."""
 _MEMORY_FORMATS = {
@@ -92,9 +94,14 @@ class _Watch(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         named = kwargs or {}
+        if not isinstance(function, OpOverload):
+            raise CannotRecord(f"{function} is no operation that a tape can call")
         if not set(_UNTAPEABLE).isdisjoint(function.tags) and not _is_gather(function, args):
             raise CannotRecord(f"{function} depends on more than shapes")
         out = function(*args, **named)
+        if function in _EMPTY and out.is_contiguous():
+            self._ask_for_memory(out)
+            return out
         names = [argument.name for argument in function._schema.arguments]
         given = dict(enumerate(args)) | {names.index(name): v for name, v in named.items()}
         read = [self._find_or_add(t) for value in given.values() for t in _tensors_of(value)]
@@ -129,6 +136,13 @@ class _Watch(TorchDispatchMode):
         self.script.calls.append(
             SeenKernel(kernel, tuple(places), tuple(offsets), tuple(sizes), tuple(numbers))
         )
+
+    def _ask_for_memory(self, out: Tensor) -> None:
+        """By its size alone: what it was to be like is not needed for that."""
+        function = torch.ops.aten.empty.memory_format
+        arguments = {0: list(out.shape), 1: out.dtype}
+        writes = (self._add(out).place,)
+        self.script.calls.append(SeenOperation(function, arguments, (), writes, False))
 
     def _find_or_add(self, tensor: Tensor) -> _Stand:
         """What was not seen before was there before: a constant."""

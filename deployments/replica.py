@@ -51,11 +51,11 @@ class EngineReplica:
         from deployments.engine.engine import Engine
         from deployments.engine.engine_thread import EngineThread
         from deployments.execution.grammar import PreparedGrammars
-        from deployments.execution.startup import made_to_stay
+        from deployments.execution.startup import call_apart, made_to_stay
         from deployments.metrics import EngineCollector, EngineMeters
 
         with made_to_stay():
-            executor = self.load(config)
+            executor = call_apart(lambda: self.load(config))
             from deployments.execution.kv_cache import used_bytes_reader
         clock = WallClock()
         meters = EngineMeters(clock)

@@ -12,6 +12,7 @@ from deployments.engine.clock import WallClock
 from deployments.engine.engine import Engine
 from deployments.engine.engine_thread import EngineThread
 from deployments.execution.model_executor import ModelExecutor
+from deployments.execution.startup import call_apart
 from deployments.protocol import GenerateRequest, SamplingParams
 from serve_app.detokenizer import IncrementalDetokenizer
 from serve_app.streaming import TextDelta, TextStream
@@ -29,7 +30,7 @@ class LocalEngine:
     """
 
     def __init__(self, config: ServiceConfig) -> None:
-        self._executor = ModelExecutor.load(config)
+        self._executor = call_apart(lambda: ModelExecutor.load(config))
         clock = WallClock()
         self.engine = Engine.build(config.scheduler, config.cache, self._executor, clock)
         self._thread = EngineThread(self.engine, clock, stuck_after_s=config.pool.stuck_after_s)

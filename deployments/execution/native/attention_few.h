@@ -44,10 +44,12 @@ public:
         }
     }
 
-    // Positions [first, last), all within one tile, at `slots`.
-    void attend(int64_t first, int64_t last, const int64_t* slots) {
+    // Positions [first, last), all within one tile, at `slots`. While a slot is read, the one
+    // `ahead` of it is fetched from memory: blocks lie anywhere, so the machine cannot guess them.
+    void attend(int64_t first, int64_t last, const int64_t* slots, int64_t ahead) {
         const int64_t count = lines_.count();
-        for (int64_t line = 0; line < count;) {
+        ahead_ = ahead;
+        for (int64_t line = 0; line < count; ahead_ = 0) {
             // Four lines are two and two: more at once and the registers overflow.
             const int64_t left = count - line;
             if (left == 3 || left >= 5) {
@@ -66,6 +68,12 @@ public:
 private:
     float* partial(int64_t line) const {
         return partials_ + line * num_partial_floats(layer_.value_dim);
+    }
+
+    static void fetch(const Number* from, int64_t count) {
+        const auto* begin = reinterpret_cast<const char*>(from);
+        for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(Number)); byte += 64)
+            __builtin_prefetch(begin + byte);
     }
 
     template <int LINES>
@@ -109,8 +117,11 @@ private:
         for (int64_t key = 0; key < num_keys; key += KEYS) {
             const Number* keys[KEYS];
             // Places beyond the last key repeat it, and are hidden later.
-            for (int j = 0; j < KEYS; ++j)
-                keys[j] = lines_.key(slots[std::min(key + j, num_keys - 1)]);
+            for (int j = 0; j < KEYS; ++j) {
+                const int64_t* slot = slots + std::min(key + j, num_keys - 1);
+                keys[j] = lines_.key(*slot);
+                if (ahead_ != 0) fetch(lines_.key(slot[ahead_]), layer_.key_dim);
+            }
             score_keys<LINES, KEYS>(query, keys, scores[0] + key);
         }
     }
@@ -121,14 +132,14 @@ private:
         Floats sums[LINES][KEYS] = {};
         int64_t d = 0;
         for (; d + LANES <= dim; d += LANES) {
-            Floats columns[KEYS];
-#pragma GCC unroll 8
-            for (int j = 0; j < KEYS; ++j) columns[j] = load(keys[j] + d);
+            Floats some[LINES];
 #pragma GCC unroll 4
-            for (int i = 0; i < LINES; ++i) {
-                const Floats line = load(query + i * dim + d);
+            for (int i = 0; i < LINES; ++i) some[i] = load(query + i * dim + d);
 #pragma GCC unroll 8
-                for (int j = 0; j < KEYS; ++j) sums[i][j] += line * columns[j];
+            for (int j = 0; j < KEYS; ++j) {
+                const Floats column = load(keys[j] + d);
+#pragma GCC unroll 4
+                for (int i = 0; i < LINES; ++i) sums[i][j] += some[i] * column;
             }
         }
 #pragma GCC unroll 4
@@ -177,6 +188,7 @@ private:
                 product[i][v] = load(sums + i * stride + d + v * LANES) * corrections[i];
         for (int64_t j = 0; j < num_keys; ++j) {
             const Number* value = lines_.value(slots[j]) + d;
+            if (ahead_ != 0) fetch(lines_.value(slots[j + ahead_]) + d, WIDE * LANES);
             Floats weight[LINES];
 #pragma GCC unroll 4
             for (int i = 0; i < LINES; ++i) weight[i] = splat(weights[i][j]);
@@ -196,6 +208,7 @@ private:
     const Layer<Number>& layer_;
     float* query_;
     float* partials_;
+    int64_t ahead_ = 0;  // see attend; 0: nothing is fetched, since the lines before had it done
 };
 
 // Adds the record of a later piece to `into`.

@@ -74,7 +74,7 @@ public:
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = 0; i < num_jobs; ++i) {
                 if (jobs_[i].num_kv_heads > 0)
-                    attend_piece(jobs_[i], own);
+                    attend_piece(jobs_[i], jobs_[std::min(i + num_threads, num_jobs - 1)], own);
                 else
                     attend_block(jobs_[i], own);
             }
@@ -169,12 +169,18 @@ private:
                         layer_.num_kv_heads * MIN_TILED_LINES * layer_.key_dim);
     }
 
-    void attend_piece(const Job& job, float* scratch) const {
+    // `next` is likely what this thread takes after it: its first tile is fetched meanwhile.
+    void attend_piece(const Job& job, const Job& next, float* scratch) const {
         const Row row(step_, job.row);
         const int64_t per_head = num_head_floats(row);
         const int64_t query_floats = num_lines(row) * layer_.key_dim;
-        int64_t slots[PIECE];
+        int64_t slots[PIECE + TILE];
+        const int64_t count = job.last - job.first, ahead = std::min<int64_t>(TILE, count);
         row.find_slots(job.first, job.last, slots);
+        std::fill_n(slots + count, ahead, slots[count - 1]);
+        if (next.num_kv_heads > 0)
+            Row(step_, next.row)
+                .find_slots(next.first, std::min(next.first + ahead, next.last), slots + count);
         for (int64_t head = 0; head < job.num_kv_heads; ++head) {
             const Lines<Number> lines{layer_, row, job.kv_head + head};
             FewLines<Number>(lines, scratch + head * query_floats, job.partials + head * per_head)
@@ -186,7 +192,7 @@ private:
                 const Lines<Number> lines{layer_, row, job.kv_head + head};
                 FewLines<Number>(lines, scratch + head * query_floats,
                                  job.partials + head * per_head)
-                    .attend(first, last, slots + (first - job.first));
+                    .attend(first, last, slots + (first - job.first), ahead);
             }
             first = last;
         }

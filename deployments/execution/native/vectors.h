@@ -1,12 +1,17 @@
 // Vectors as wide as the machine this is compiled on, and what the kernels need of them: reading and
 // writing float32 and bfloat16 alike, sums across lanes, exp2 and tanh.
 //
-// Knows no kernel. Portable C++17 with the vector extension of GCC and Clang.
+// Knows no kernel. Portable C++17 with the vector extension of GCC and Clang, but for what GCC makes
+// of it in four instructions instead of one.
 
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -74,9 +79,18 @@ INLINE Floats load(const float* from) {
     return *reinterpret_cast<const StoredFloats*>(from);
 }
 
+INLINE Words widened(Halves halves) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_cvtepu16_epi32((__m256i)halves);
+#elif defined(__AVX2__)
+    return (Words)_mm256_cvtepu16_epi32((__m128i)halves);
+#else
+    return __builtin_convertvector(halves, Words);
+#endif
+}
+
 INLINE Floats load(const BFloat16* from) {
-    const Halves halves = *reinterpret_cast<const StoredHalves*>(from);
-    return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+    return reinterpret_cast<Floats>(widened(*reinterpret_cast<const StoredHalves*>(from)) << 16);
 }
 
 INLINE void store(Floats values, float* to) { *reinterpret_cast<StoredFloats*>(to) = values; }

@@ -30,13 +30,12 @@ from torch import nn
 from transformers import AttentionInterface
 
 from deployments.config import ServiceConfig, load_service_config
-from deployments.engine.outputs import ChunkReason, ScheduledRequest, SchedulerOutput
-from deployments.engine.request import Request
+from deployments.engine.outputs import SchedulerOutput
 from deployments.execution.model_executor import ModelExecutor
 from deployments.execution.model_loader import LoadedModel, load_model
 from deployments.execution.prepack import multiplies_bfloat16
 from deployments.execution.tape.runner import NUM_PLAIN
-from deployments.protocol import SamplingParams
+from loadtest.bench_steps import best_s, make_step
 from loadtest.number_types import positive_number, whole_number
 from loadtest.report_data import Json
 
@@ -98,46 +97,6 @@ def split_of(model: Any) -> Iterator[Split]:
         AttentionInterface._global_mapping.pop(name)
         for layer in layers:
             del layer.forward
-
-
-def _row(index: int, num_context: int, num_queries: int, block_size: int) -> ScheduledRequest:
-    token_ids = [3 + (7 * index + place) % 1000 for place in range(num_context + num_queries)]
-    num_blocks = -(-len(token_ids) // block_size)
-    request = Request(
-        request_id=f"bench-{index}",
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        sampling_params=SamplingParams(temperature=0.0),
-        seed=0,
-        max_num_tokens=len(token_ids) + 1,
-        arrival_s=0.0,
-        arrival_index=index,
-    )
-    table = list(range(1 + index * num_blocks, 1 + (index + 1) * num_blocks))
-    return ScheduledRequest(
-        request, num_context, num_queries, table, True, ChunkReason.CONTINUED, False
-    )
-
-
-def _decodes(count: int, block_size: int) -> SchedulerOutput:
-    rows = tuple(_row(index, CONTEXT, 1, block_size) for index in range(count))
-    return SchedulerOutput(rows, (), 0, count)
-
-
-def _prefill(num_tokens: int, num_context: int, block_size: int) -> SchedulerOutput:
-    return SchedulerOutput((_row(0, num_context, num_tokens, block_size),), (), num_tokens, 0)
-
-
-def best_s(run: Callable[[], object], seconds: float) -> float:
-    """The shortest of as many calls as fit into `seconds`, at least three, after one unmeasured."""
-    run()
-    times: list[float] = []
-    end_s = time.perf_counter() + seconds
-    while len(times) < 3 or time.perf_counter() < end_s:
-        started_s = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started_s)
-    return min(times)
 
 
 def read_gb_per_s() -> float:
@@ -207,9 +166,14 @@ def _split(executor: ModelExecutor, model: Any, step: SchedulerOutput, plain_s: 
 
 
 def _steps(block_size: int) -> dict[str, SchedulerOutput]:
-    decodes = {f"decode {count}": _decodes(count, block_size) for count in NUM_DECODES}
+    decodes = {
+        f"decode {count}": make_step(block_size, num_decodes=count, context=CONTEXT)
+        for count in NUM_DECODES
+    }
     prefills = {
-        f"prefill {num_tokens} at {num_context}": _prefill(num_tokens, num_context, block_size)
+        f"prefill {num_tokens} at {num_context}": make_step(
+            block_size, num_prefill_tokens=num_tokens, num_computed_tokens=num_context
+        )
         for num_tokens, num_context in PREFILLS
     }
     return decodes | prefills

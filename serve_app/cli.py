@@ -58,6 +58,10 @@ BENCH_MODULES = {
         "loadtest.bench_forward",
         "the model's steps alone, beside what the machine can read and multiply",
     ),
+    "gpu": (
+        "loadtest.bench_gpu",
+        "the steps of a large random model on a GPU, with CUDA graphs and without",
+    ),
     "quality": (
         "loadtest.bench_quality",
         "quantised weights beside the model's own: quality, memory and speed",

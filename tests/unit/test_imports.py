@@ -106,8 +106,10 @@ RULES = (
     Rule("serve_app*", ("serve_app", *RECORDS)),
     # It measures the executor beside its peers, so it has to load one.
     Rule("loadtest.bench_engine", ("deployments", "loadtest")),
-    # It measures the model's forward, so it has to load one.
+    # They measure the model's forward, so they have to load one and to make its steps.
     Rule("loadtest.bench_forward", ("deployments", "loadtest")),
+    Rule("loadtest.bench_gpu", ("deployments", "loadtest")),
+    Rule("loadtest.bench_steps", ("deployments.engine", *RECORDS)),
     # It measures the sampler and the inputs of the executor, and the way of a token to its client.
     Rule("loadtest.bench_own_cost", ("deployments.execution.startup", "loadtest")),
     Rule("loadtest.own_cost.model_side", ("deployments", "loadtest")),

@@ -31,8 +31,8 @@ CONNECTION_REFUSED = "connection refused"
 CANNOT_CONNECT = "cannot connect"
 TIMEOUT = "timeout"
 IDLE_CONNECTION_S = 2.0
-"""Kept connections are left before any usual server closes them (uvicorn: 5 s), so that no request
-is written into one that is just being closed."""
+"""Kept connections are left before any usual server closes them (uvicorn: 5 s), so that few
+requests are written into one that is just being closed."""
 MAX_ERROR_BYTES = 65536
 
 
@@ -99,6 +99,18 @@ class Answer:
     fault: AnswerFault | None
 
 
+@dataclass(slots=True)
+class _Connection:
+    """The connection that a request went by."""
+
+    was_kept: bool = False
+    """Whether another request had gone by it before."""
+
+
+async def _note_kept(_: object, context: Any, __: object) -> None:
+    context.trace_request_ctx.was_kept = True
+
+
 def body_of(target: Target, ask: Ask) -> dict[str, Any]:
     """The JSON that asks for it."""
     usage = {"include_usage": True}
@@ -134,6 +146,8 @@ class Client:
         self.target = target
         self._url = target.url(target.endpoint)
         self._session: aiohttp.ClientSession | None = None
+        self._trace = aiohttp.TraceConfig()
+        self._trace.on_connection_reuseconn.append(_note_kept)
 
     async def __aenter__(self) -> Client:
         headers = {"Content-Type": "application/json", **self.target.headers}
@@ -145,6 +159,7 @@ class Client:
             ),
             timeout=aiohttp.ClientTimeout(total=self.target.timeout_s),
             headers=headers,
+            trace_configs=[self._trace],
         )
         return self
 
@@ -157,7 +172,7 @@ class Client:
         body = orjson.dumps(body_of(self.target, ask))
         sent_s = time.monotonic()
         try:
-            streamed = await self._read_answer(body)
+            streamed = await self._ask(body)
         except AnswerFault as fault:
             return Answer(sent_s, time.monotonic(), None, fault)
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
@@ -172,7 +187,9 @@ class Client:
         """
         assert self._session is not None, "the client is used outside of `async with`"
         try:
-            async with self._session.get(self.target.url(path)) as response:
+            async with self._session.get(
+                self.target.url(path), trace_request_ctx=_Connection()
+            ) as response:
                 await _refuse_status(response)
                 return orjson.loads(await response.read())
         except orjson.JSONDecodeError as error:
@@ -180,20 +197,36 @@ class Client:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise fault_of(error) from error
 
-    async def _read_answer(self, body: bytes) -> StreamedAnswer:
+    async def _ask(self, body: bytes) -> StreamedAnswer:
+        """Ask anew where a kept connection ended before any answer: a server may close one after
+        any request (llama.cpp does after some), and the next one meets that on its way.
+        """
         assert self._session is not None, "the client is used outside of `async with`"
-        lines, reader = SseLines(), AnswerReader()
-        async with self._session.post(self._url, data=body) as response:
-            await _refuse_status(response)
-            if response.content_type != "text/event-stream":
-                raise AnswerFault(
-                    NOT_OPENAI, f"the answer is {response.content_type}, not text/event-stream"
-                )
-            async for data in response.content.iter_any():
-                now_s = time.monotonic()
-                for payload in lines.push(data):
-                    reader.push(payload, now_s)
-        return reader.finish()
+        while True:
+            connection = _Connection()
+            post = self._session.post(self._url, data=body, trace_request_ctx=connection)
+            try:
+                response = await post
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                if not connection.was_kept:
+                    raise
+                continue  # ends: each closed connection is kept no longer
+            async with response:
+                return await _read_answer(response)
+
+
+async def _read_answer(response: aiohttp.ClientResponse) -> StreamedAnswer:
+    lines, reader = SseLines(), AnswerReader()
+    await _refuse_status(response)
+    if response.content_type != "text/event-stream":
+        raise AnswerFault(
+            NOT_OPENAI, f"the answer is {response.content_type}, not text/event-stream"
+        )
+    async for data in response.content.iter_any():
+        now_s = time.monotonic()
+        for payload in lines.push(data):
+            reader.push(payload, now_s)
+    return reader.finish()
 
 
 async def _refuse_status(response: aiohttp.ClientResponse) -> None:

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,6 @@ from loadtest.report_data import Json
 from loadtest.target_arguments import ArgumentsError
 
 NUM_DECODES = (1, 8, 32)
-NUM_WARM_UPS = 3
-"""Of each step: kernels are compiled and graphs recorded by then."""
 LLAMA_3_8B = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -127,11 +124,11 @@ def run_bench(scene: Scene) -> Json:
         "device": _name_of(scene.device),
         "read_gb_per_s": round(bandwidth, 1),
         "product_tflops": round(product, 2),
-        "weight_gb": round(2 * num_weights / 1e9, 2),
+        "num_weights": num_weights,
         "context": scene.context,
         "num_tokens": scene.num_tokens,
         **{
-            mode: _figures(found, 2e-9 * num_weights / bandwidth, num_inner, scene, product)
+            mode: figures_of(found, 2e-9 * num_weights / bandwidth, num_inner, scene, product)
             for mode, found in times.items()
         },
     }
@@ -139,18 +136,26 @@ def run_bench(scene: Scene) -> Json:
 
 def _times(loaded: LoadedModel, scene: Scene, cuda_graphs: str) -> dict[str, float]:
     executor = ModelExecutor(loaded, scene.service(cuda_graphs))
-    found = {}
-    for name, step in scene.steps(executor.limits.block_size).items():
-        for _ in range(NUM_WARM_UPS):
-            executor.execute(step)
-        found[name] = best_s(lambda step=step: executor.execute(step), scene.seconds)  # type: ignore[misc]
+    found = {
+        name: best_s(partial(executor.execute, step), scene.seconds)
+        for name, step in scene.steps(executor.limits.block_size).items()
+    }
     executor.close()
     return found
 
 
-def _figures(
-    times: dict[str, float], read_s: float, num_inner: int, scene: Scene, product: float
+def figures_of(
+    times: Mapping[str, float], read_s: float, num_inner: int, scene: Scene, product: float
 ) -> Json:
+    """What the times of the steps come to.
+
+    Args:
+        times: seconds, by step.
+        read_s: seconds that reading the weights takes.
+        num_inner: weights that every token is multiplied with.
+        scene: what was measured.
+        product: TFLOP/s of the best product.
+    """
     found: Json = {name: {"step_ms": round(value * 1e3, 3)} for name, value in times.items()}
     for count in NUM_DECODES:
         found[f"decode {count}"]["mbu"] = round(read_s / times[f"decode {count}"], 3)
@@ -186,7 +191,7 @@ def product_tflops(device: torch.device) -> float:
     rates = []
     for size in sizes:
         a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-        rates.append(2e-12 * size**3 / _best_s(device, lambda a=a, b=b: a @ b))  # type: ignore[misc]
+        rates.append(2e-12 * size**3 / _best_s(device, partial(torch.mm, a, b)))
     return max(rates)
 
 
@@ -242,7 +247,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run it and print the figures as JSON."""
     check_can_keep(arguments.save_result)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     hf_config: Any = read_hf_config(arguments.model_config)
     longest = max(arguments.context + 1, arguments.num_tokens)
     if longest > hf_config.max_position_embeddings:

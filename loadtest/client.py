@@ -172,7 +172,7 @@ class Client:
         body = orjson.dumps(body_of(self.target, ask))
         sent_s = time.monotonic()
         try:
-            streamed = await self._ask(body)
+            streamed = await self._read_answer(body)
         except AnswerFault as fault:
             return Answer(sent_s, time.monotonic(), None, fault)
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
@@ -185,11 +185,8 @@ class Client:
         Raises:
             AnswerFault: there is none, or it is no JSON.
         """
-        assert self._session is not None, "the client is used outside of `async with`"
         try:
-            async with self._session.get(
-                self.target.url(path), trace_request_ctx=_Connection()
-            ) as response:
+            async with await self._request("GET", self.target.url(path)) as response:
                 await _refuse_status(response)
                 return orjson.loads(await response.read())
         except orjson.JSONDecodeError as error:
@@ -197,36 +194,37 @@ class Client:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise fault_of(error) from error
 
-    async def _ask(self, body: bytes) -> StreamedAnswer:
-        """Ask anew where a kept connection ended before any answer: a server may close one after
-        any request (llama.cpp does after some), and the next one meets that on its way.
+    async def _read_answer(self, body: bytes) -> StreamedAnswer:
+        lines, reader = SseLines(), AnswerReader()
+        async with await self._request("POST", self._url, body) as response:
+            await _refuse_status(response)
+            if response.content_type != "text/event-stream":
+                raise AnswerFault(
+                    NOT_OPENAI, f"the answer is {response.content_type}, not text/event-stream"
+                )
+            async for data in response.content.iter_any():
+                now_s = time.monotonic()
+                for payload in lines.push(data):
+                    reader.push(payload, now_s)
+        return reader.finish()
+
+    async def _request(
+        self, method: str, url: str, body: bytes | None = None
+    ) -> aiohttp.ClientResponse:
+        """The head of a response. What went by a kept connection that ended without any is asked
+        anew: a server may close one after any request (llama.cpp does after some), and the next
+        one meets that on its way.
         """
         assert self._session is not None, "the client is used outside of `async with`"
-        while True:
+        while True:  # ends: a connection that has ended is kept no longer
             connection = _Connection()
-            post = self._session.post(self._url, data=body, trace_request_ctx=connection)
             try:
-                response = await post
+                return await self._session.request(
+                    method, url, data=body, trace_request_ctx=connection
+                )
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 if not connection.was_kept:
                     raise
-                continue  # ends: each closed connection is kept no longer
-            async with response:
-                return await _read_answer(response)
-
-
-async def _read_answer(response: aiohttp.ClientResponse) -> StreamedAnswer:
-    lines, reader = SseLines(), AnswerReader()
-    await _refuse_status(response)
-    if response.content_type != "text/event-stream":
-        raise AnswerFault(
-            NOT_OPENAI, f"the answer is {response.content_type}, not text/event-stream"
-        )
-    async for data in response.content.iter_any():
-        now_s = time.monotonic()
-        for payload in lines.push(data):
-            reader.push(payload, now_s)
-    return reader.finish()
 
 
 async def _refuse_status(response: aiohttp.ClientResponse) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from loadtest import bench_gpu
 from loadtest.bench_steps import make_step, num_blocks_of
@@ -46,24 +46,29 @@ def test_each_step_is_what_its_name_says() -> None:
     assert num_blocks_of(step) == 8
 
 
-def test_the_figures_follow_from_the_times(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """MBU and MFU of the model's weights, over what the device was measured to do."""
+def test_the_figures_follow_from_the_times() -> None:
+    """MBU and MFU of other weights than were read and multiplied, or a mixed step over the faster
+    of its parts.
+    """
+    times = {"decode 1": 0.01, "decode 8": 0.012, "decode 32": 0.02, "prefill": 0.1, "mixed": 0.115}
+    scene = bench_gpu.Scene(AutoConfig.for_model("llama"), torch.device("cpu"), 1024, 2048, 1.0)
+    found = bench_gpu.figures_of(times, 0.006, 7_000_000_000, scene, 800.0)
+    assert [found[f"decode {n}"]["mbu"] for n in (1, 8, 32)] == [0.6, 0.5, 0.3]
+    assert found["prefill"] == {"step_ms": 100.0, "tflops": 286.72, "mfu": 0.358}
+    assert found["mixed"]["over_slower"] == 1.15
+
+
+def test_it_measures_every_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "gpu.json"
     assert bench_gpu.main(arguments(tmp_path, save_result=kept)) == 0
     result = json.loads(kept.read_text())
     assert json.loads(capsys.readouterr().out) == result
-    found = result["graphs off"]
-    assert "graphs auto" not in result, "there are none on a CPU"
     inner = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3)
-    read_s = 2 * (inner + 131 * 64) / (result["read_gb_per_s"] * 1e9)
-    for count in bench_gpu.NUM_DECODES:
-        one = found[f"decode {count}"]
-        assert one["mbu"] == pytest.approx(read_s / one["step_ms"] * 1e3, rel=0.05, abs=1e-3)
-    mixed = found["mixed"]
-    slower_ms = max(found["prefill"]["step_ms"], found["decode 32"]["step_ms"])
-    assert mixed["over_slower"] == pytest.approx(mixed["step_ms"] / slower_ms, rel=0.01)
+    assert result["num_weights"] == inner + 131 * 64
+    steps = ["decode 1", "decode 8", "decode 32", "prefill", "mixed"]
+    assert list(result["graphs off"]) == steps
+    assert all(result["graphs off"][name]["step_ms"] > 0 for name in steps)
+    assert "graphs auto" not in result, "there are none on a CPU"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
@@ -86,6 +91,6 @@ def test_steps_longer_than_the_context_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_shape_it_takes_by_itself_is_that_of_8b() -> None:
-    config = bench_gpu.read_hf_config(None)
-    assert isinstance(config, type(AutoConfig.for_model("llama")))
-    assert (config.hidden_size, config.num_hidden_layers) == (4096, 32)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(bench_gpu.read_hf_config(None))
+    assert sum(weight.numel() for weight in model.parameters()) == 8_030_261_248

@@ -45,21 +45,22 @@ public:
     }
 
     // Positions [first, last), all within one tile, at `slots`. While a slot is read, the one
-    // `ahead` of it is fetched from memory: blocks lie anywhere, so the machine cannot guess them.
+    // `ahead` of it (0: none) is fetched from memory: blocks lie anywhere, and no machine guesses
+    // where.
     void attend(int64_t first, int64_t last, const int64_t* slots, int64_t ahead) {
         const int64_t count = lines_.count();
-        ahead_ = ahead;
-        for (int64_t line = 0; line < count; ahead_ = 0) {
+        // The first lines have it all fetched.
+        for (int64_t line = 0; line < count; ahead = 0) {
             // Four lines are two and two: more at once and the registers overflow.
             const int64_t left = count - line;
             if (left == 3 || left >= 5) {
-                attend_lines<3>(line, first, last, slots);
+                attend_lines<3>(line, first, last, slots, ahead);
                 line += 3;
             } else if (left >= 2) {
-                attend_lines<2>(line, first, last, slots);
+                attend_lines<2>(line, first, last, slots, ahead);
                 line += 2;
             } else {
-                attend_lines<1>(line, first, last, slots);
+                attend_lines<1>(line, first, last, slots, ahead);
                 line += 1;
             }
         }
@@ -77,7 +78,8 @@ private:
     }
 
     template <int LINES>
-    void attend_lines(int64_t line, int64_t first, int64_t last, const int64_t* slots) {
+    void attend_lines(int64_t line, int64_t first, int64_t last, const int64_t* slots,
+                      int64_t ahead) {
         const int64_t first_position = lines_.position(line);
         const int64_t last_position = lines_.position(line + LINES - 1);
         const int64_t seen_first = std::max(layer_.first_seen(first_position), first);
@@ -88,7 +90,7 @@ private:
         const int64_t num_columns = (num_keys + LANES - 1) / LANES * LANES;
 
         alignas(64) Scores scores[LINES];
-        score<LINES>(line, slots, num_keys, scores);
+        score<LINES>(line, slots, num_keys, ahead, scores);
         for (int i = 0; i < LINES; ++i) {
             if (layer_.softcap > 0) cap(scores[i], 0, num_columns, layer_.softcap);
             const int64_t position = lines_.position(line + i);
@@ -107,11 +109,12 @@ private:
             record[0] = running.maxima[i];
             record[1] = record[1] * corrections[i] + sum_of(running.sums[i]);
         }
-        add_values<LINES>(line, slots, num_keys, scores, corrections);
+        add_values<LINES>(line, slots, num_keys, ahead, scores, corrections);
     }
 
     template <int LINES>
-    void score(int64_t line, const int64_t* slots, int64_t num_keys, Scores* scores) const {
+    void score(int64_t line, const int64_t* slots, int64_t num_keys, int64_t ahead,
+               Scores* scores) const {
         constexpr int KEYS = LINES == 1 ? 8 : 4;
         const float* query = query_ + line * layer_.key_dim;
         for (int64_t key = 0; key < num_keys; key += KEYS) {
@@ -120,7 +123,7 @@ private:
             for (int j = 0; j < KEYS; ++j) {
                 const int64_t* slot = slots + std::min(key + j, num_keys - 1);
                 keys[j] = lines_.key(*slot);
-                if (ahead_ != 0) fetch(lines_.key(slot[ahead_]), layer_.key_dim);
+                if (ahead != 0) fetch(lines_.key(slot[ahead]), layer_.key_dim);
             }
             score_keys<LINES, KEYS>(query, keys, scores[0] + key);
         }
@@ -158,15 +161,15 @@ private:
     }
 
     template <int LINES>
-    void add_values(int64_t line, const int64_t* slots, int64_t num_keys, const Scores* weights,
-                    const float* corrections) {
+    void add_values(int64_t line, const int64_t* slots, int64_t num_keys, int64_t ahead,
+                    const Scores* weights, const float* corrections) {
         constexpr int WIDE = LINES == 1 ? 8 : 4;  // vectors of a value taken at once
         float* sums = partial(line) + 2;
         int64_t d = 0;
         for (; d + WIDE * LANES <= layer_.value_dim; d += WIDE * LANES)
-            add_columns<LINES, WIDE>(sums, d, slots, num_keys, weights, corrections);
+            add_columns<LINES, WIDE>(sums, d, slots, num_keys, ahead, weights, corrections);
         for (; d + LANES <= layer_.value_dim; d += LANES)
-            add_columns<LINES, 1>(sums, d, slots, num_keys, weights, corrections);
+            add_columns<LINES, 1>(sums, d, slots, num_keys, ahead, weights, corrections);
         const int64_t stride = num_partial_floats(layer_.value_dim);
         for (; d < layer_.value_dim; ++d) {
             for (int i = 0; i < LINES; ++i) {
@@ -179,7 +182,7 @@ private:
     }
 
     template <int LINES, int WIDE>
-    void add_columns(float* sums, int64_t d, const int64_t* slots, int64_t num_keys,
+    void add_columns(float* sums, int64_t d, const int64_t* slots, int64_t num_keys, int64_t ahead,
                      const Scores* weights, const float* corrections) const {
         const int64_t stride = num_partial_floats(layer_.value_dim);
         Floats product[LINES][WIDE];
@@ -188,7 +191,7 @@ private:
                 product[i][v] = load(sums + i * stride + d + v * LANES) * corrections[i];
         for (int64_t j = 0; j < num_keys; ++j) {
             const Number* value = lines_.value(slots[j]) + d;
-            if (ahead_ != 0) fetch(lines_.value(slots[j + ahead_]) + d, WIDE * LANES);
+            if (ahead != 0) fetch(lines_.value(slots[j + ahead]) + d, WIDE * LANES);
             Floats weight[LINES];
 #pragma GCC unroll 4
             for (int i = 0; i < LINES; ++i) weight[i] = splat(weights[i][j]);
@@ -208,7 +211,6 @@ private:
     const Layer<Number>& layer_;
     float* query_;
     float* partials_;
-    int64_t ahead_ = 0;  // see attend; 0: nothing is fetched, since the lines before had it done
 };
 
 // Adds the record of a later piece to `into`.

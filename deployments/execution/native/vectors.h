@@ -1,8 +1,7 @@
 // Vectors as wide as the machine this is compiled on, and what the kernels need of them: reading and
 // writing float32 and bfloat16 alike, sums across lanes, exp2 and tanh.
 //
-// Knows no kernel. Portable C++17 with the vector extension of GCC and Clang, but for what GCC makes
-// of it in four instructions instead of one.
+// Knows no kernel. Portable C++17 with the vector extension of GCC and Clang.
 
 #pragma once
 
@@ -79,6 +78,7 @@ INLINE Floats load(const float* from) {
     return *reinterpret_cast<const StoredFloats*>(from);
 }
 
+// By the instruction there is for it: GCC makes four of the conversion.
 INLINE Words widened(Halves halves) {
 #if defined(__AVX512F__)
     return (Words)_mm512_cvtepu16_epi32((__m256i)halves);

@@ -29,8 +29,8 @@ from deployments.execution.tape.watch import CannotRecord
 logger = logging.getLogger(__name__)
 
 NUM_PLAIN = 8
-"""Steps of a shape before it is recorded: about what recording costs, in what tapes save a step. So
-a shape that comes back rarely costs no more than twice what it would have at best.
+"""Steps of a shape before it is recorded. Recording takes about as long as tapes save in so many
+steps of a small model, so no shape costs more than twice what it would have at best.
 """
 MAX_SHAPES = 256
 """Whose tapes are kept, the last ones used; a tape of a hundred layers takes a few megabytes."""

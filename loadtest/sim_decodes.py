@@ -14,12 +14,14 @@ Owns what a step does to decodes and their blocks. Does not decide whether there
 
 from __future__ import annotations
 
+import heapq
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.request import Request
+from deployments.execution.cost_model import StepShape
 from deployments.execution.sim_executor import SAMPLED_TOKEN_ID
 
 MIN_KEPT_TIMES = 4096
@@ -61,8 +63,10 @@ class RunningDecodes:
         self._ends_s = array("d")  # compact: a fleet has thousands of them at hand
         self._first_kept = 0  # the step that ends at _ends_s[0]
         self._max_kept = MIN_KEPT_TIMES
-        self.num_context_tokens = 0
-        """Tokens in the KV cache that the next step reads, its own included."""
+        self._num_context_tokens = 0  # that the next step reads, its own included
+        # Lengths less the steps so far, the longest first: the order of decodes that grow alike.
+        self._longest: list[tuple[int, int, _Member]] = []
+        self._num_joined = 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -75,7 +79,18 @@ class RunningDecodes:
         self._members[request] = member
         self._needing_block.setdefault(member.block_due, []).append(member)
         self._ending.setdefault(now + request.max_num_tokens - length, []).append(member)
-        self.num_context_tokens += length
+        self._num_context_tokens += length
+        self._num_joined += 1
+        heapq.heappush(self._longest, (now - length, self._num_joined, member))
+
+    def shape(self) -> StepShape:
+        """Of the next step, without a chunk."""
+        longest, num_decodes = self._longest, len(self._members)
+        while longest and longest[0][2].has_left:
+            heapq.heappop(longest)
+        most = self._num_steps - longest[0][0] if longest else 0
+        context = self._num_context_tokens
+        return StepShape(num_decodes, context, skew_tokens=num_decodes * most - context)
 
     def find_num_steps(self, most: int) -> int:
         """For how many steps, up to `most`, blocks suffice and nobody ends before the last."""
@@ -103,7 +118,7 @@ class RunningDecodes:
         """Book steps that ended at these moments; returns who has all tokens now and left."""
         self._ends_s.extend(ends_s)
         self._num_steps += len(ends_s)
-        self.num_context_tokens += len(self._members) * len(ends_s)
+        self._num_context_tokens += len(self._members) * len(ends_s)
         ended = [each for each in self._ending.pop(self._num_steps, ()) if not each.has_left]
         for member in ended:
             self._leave(member)
@@ -123,7 +138,7 @@ class RunningDecodes:
         num_new = self._num_steps - member.joined_at
         if num_new:
             self._give_tokens(request, self._ends_s[member.joined_at - self._first_kept :])
-        self.num_context_tokens -= len(request.token_ids)
+        self._num_context_tokens -= len(request.token_ids)
 
     def _give_tokens(self, request: Request, times_s: Sequence[float]) -> None:
         num_computed = request.num_computed_tokens

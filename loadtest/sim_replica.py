@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from deployments.engine.engine import Engine
 from deployments.engine.outputs import ModelOutput, RequestOutput, SchedulerOutput
 from deployments.engine.request import Request
 from deployments.engine.step_scheduler import StepScheduler
-from deployments.execution.cost_model import CostModel, StepShape
+from deployments.execution.cost_model import CostModel
 from deployments.execution.sim_executor import SAMPLED_TOKEN_ID
 from deployments.protocol import GenerateRequest
 from loadtest.sim_decodes import RunningDecodes
@@ -155,9 +156,7 @@ class SimReplica:
         if num_steps == 0 or self._scheduler.may_start_anybody():
             return None
         start_s = self._quiet_start_s = self._clock.now()
-        steps_s = self._cost_model.decode_steps_s(
-            num_decodes, decodes.num_context_tokens, num_steps
-        )
+        steps_s = self._cost_model.decode_steps_s(decodes.shape(), num_steps)
         self._quiet_ends_s = list(accumulate(steps_s, initial=start_s))[1:]
         self._watch.num_waiting = self._scheduler.num_waiting
         return self._quiet_ends_s[-1]
@@ -180,7 +179,7 @@ class SimReplica:
         if chunks is None:
             return None
         rows = [(row.num_scheduled_tokens, row.num_computed_tokens) for row in chunks.scheduled]
-        shape = StepShape(num_decodes, decodes.num_context_tokens, tuple(rows))
+        shape = replace(decodes.shape(), prefills=tuple(rows))
         self._clock.advance(self._cost_model.step_s(shape))
         end_s = self._clock.now()
         self._outputs = self._book(decodes, [end_s])

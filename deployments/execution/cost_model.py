@@ -12,13 +12,17 @@ with one is bound by the larger of reading the weights and multiplying with them
     n  decodes                            C  tokens of KV cache that the decodes read
     T  tokens in the step                 Q  (query, key) pairs of the chunks
     K  tokens that the chunks attend to, each chunk's own included
+
+Where the contexts of the decodes differ, the longest holds up a part of the others' attention: C
+counts as if each context were a share, `context_skew`, of the way from its length to the longest
+(the skew of LLMServingSim's profiles).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,11 +42,13 @@ class StepShape:
         num_decodes: requests that compute one token each.
         decode_context_tokens: tokens in the KV cache that these decodes read, their own included.
         prefills: of each chunk, its new tokens and how many of its prompt were computed before.
+        skew_tokens: how many more the decodes would read were each as long as the longest.
     """
 
     num_decodes: int
     decode_context_tokens: int
     prefills: tuple[tuple[int, int], ...] = ()
+    skew_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class CostModel:
     """The step times of one model on one GPU.
 
     `num_kv_tokens` is how many tokens its KV cache holds beside the weights; `fit_error` is in
-    percent of the step time, by kind of step.
+    percent of the step time, by kind of step; `context_skew` is 0 where nobody measured it.
     """
 
     name: str
@@ -86,12 +92,14 @@ class CostModel:
     decode: DecodeCost
     chunk: ChunkCost
     fit_error: Mapping[str, Mapping[str, float]]
+    context_skew: float = 0.0
 
     def step_s(self, shape: StepShape) -> float:
         """Seconds that a step takes."""
-        n, context = shape.num_decodes, shape.decode_context_tokens
         if not shape.prefills:
-            return self.decode_steps_s(n, context, 1)[0]
+            return self.decode_steps_s(shape, 1)[0]
+        n = shape.num_decodes
+        context = shape.decode_context_tokens + self.context_skew * shape.skew_tokens
         num_tokens, num_pairs, num_attended = n, 0.0, 0
         for num_new, num_computed in shape.prefills:
             num_tokens += num_new
@@ -107,15 +115,17 @@ class CostModel:
             + chunk.per_prefill_context_token_ms * num_attended
         ) / 1e3
 
-    def decode_steps_s(self, num_decodes: int, context: int, num_steps: int) -> list[float]:
-        """Seconds of each of `num_steps` steps without a chunk: of the first one `context` tokens
-        are read, of each later one a token more by every decode.
+    def decode_steps_s(self, first: StepShape, num_steps: int) -> list[float]:
+        """Seconds of each of `num_steps` steps without a chunk, of which each reads a token more by
+        every decode than the one before.
         """
-        decode = self.decode
+        decode, num_decodes = self.decode, first.num_decodes
+        # Whole tokens are added up first: each step takes to the last bit what it does by itself.
+        context, skew = first.decode_context_tokens, self.context_skew * first.skew_tokens
         base_ms = decode.fixed_ms + decode.per_decode_ms * num_decodes
         per_token_ms = decode.per_context_token_ms
         return [
-            (base_ms + per_token_ms * (context + num_decodes * step)) / 1e3
+            (base_ms + per_token_ms * (context + num_decodes * step + skew)) / 1e3
             for step in range(num_steps)
         ]
 
@@ -158,6 +168,7 @@ def _parse(data: Any, where: str) -> CostModel:
     num_kv_tokens = values["num_kv_tokens"]
     if type(num_kv_tokens) is not int or num_kv_tokens < 1:
         raise CostModelError(f"{where}: num_kv_tokens must be at least 1, got {num_kv_tokens!r}")
+    _check_number(values, "context_skew", where)
     values["decode"] = _coefficients(DecodeCost, values["decode"], f"{where}: decode")
     values["chunk"] = _coefficients(ChunkCost, values["chunk"], f"{where}: chunk")
     return CostModel(**values)
@@ -165,21 +176,27 @@ def _parse(data: Any, where: str) -> CostModel:
 
 def _coefficients(cost: type[_Cost], data: Any, where: str) -> _Cost:
     values = _keys_of(cost, data, where)
-    for key, value in values.items():
-        # A negative one would let a step end before it began.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-            raise CostModelError(f"{where}.{key} must be a number, at least 0, got {value!r}")
+    for key in values:
+        _check_number(values, key, where)
     return cost(**values)
 
 
+def _check_number(values: Mapping[str, Any], key: str, where: str) -> None:
+    value = values[key]
+    # A negative one would let a step end before it began.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        raise CostModelError(f"{where}.{key} must be a number, at least 0, got {value!r}")
+
+
 def _keys_of(record: type, data: Any, where: str) -> dict[str, Any]:
-    expected = [field.name for field in fields(record)]
+    defaults = {each.name: each.default for each in fields(record)}
+    expected = list(defaults)
     if not isinstance(data, dict):
         raise CostModelError(f"{where}: must be an object with the keys {', '.join(expected)}")
-    for key in expected:
-        if key not in data:
+    for key, default in defaults.items():
+        if key not in data and default is MISSING:
             raise CostModelError(f"{where}: lacks the key {key}")
     for key in data:
         if key not in expected:
             raise CostModelError(f"{where}: unknown key {key}; known: {', '.join(expected)}")
-    return dict(data)
+    return {key: data.get(key, default) for key, default in defaults.items()}

@@ -27,11 +27,13 @@ class AdvancingClock(Protocol):
 def step_shape(output: SchedulerOutput) -> StepShape:
     """What the time of a scheduled step depends on."""
     scheduled, num_decodes = output.scheduled, output.num_decode_tokens
-    context = num_decodes + sum([row.num_computed_tokens for row in scheduled[:num_decodes]])
+    contexts = [row.num_computed_tokens + 1 for row in scheduled[:num_decodes]]
+    context = sum(contexts)
     prefills = [
         (row.num_scheduled_tokens, row.num_computed_tokens) for row in scheduled[num_decodes:]
     ]
-    return StepShape(num_decodes, context, tuple(prefills))
+    skew = num_decodes * max(contexts, default=0) - context
+    return StepShape(num_decodes, context, tuple(prefills), skew)
 
 
 class SimExecutor:

@@ -8,6 +8,7 @@ from doubles import make_request
 from deployments.engine.block_pool import IntegrityError, OutOfBlocks
 from deployments.engine.kv_cache_manager import KVCacheManager
 from deployments.engine.request import Request
+from deployments.execution.cost_model import StepShape
 from loadtest import sim_decodes
 from loadtest.sim_blocks import UnsharedBlocks
 from loadtest.sim_decodes import RunningDecodes
@@ -58,19 +59,22 @@ def test_each_has_the_tokens_of_its_own_steps() -> None:
     assert decodes.tokens[second.request_id] == [2.0, 3.0, 4.0]
     assert (second.num_tokens, second.num_computed_tokens, second.is_decode) == (13, 12, True)
     assert (second.last_token_s, second.token_gap_s) == (4.0, 1.0)
-    assert len(decodes.running) == decodes.running.num_context_tokens == 0
+    assert len(decodes.running) == 0 and decodes.running.shape() == StepShape(0, 0)
 
 
 def test_a_step_reads_the_context_of_all() -> None:
-    """The cost model is told of too many tokens, or of those before others left."""
+    """The cost model is told of too many tokens, of those before others left, or of another
+    distance to the longest.
+    """
     decodes = Decodes()
-    decodes.join(6, 2)
-    decodes.join(9, 5)
-    assert decodes.running.num_context_tokens == 7 + 10
+    decodes.join(6, 5)
+    decodes.join(9, 2)
+    assert decodes.running.shape() == StepShape(2, 7 + 10, skew_tokens=3)
     decodes.step()
-    assert decodes.running.num_context_tokens == 8 + 11
+    decodes.join(2, 9)
+    assert decodes.running.shape() == StepShape(3, 8 + 11 + 3, skew_tokens=3 + 8)
     decodes.step()
-    assert decodes.running.num_context_tokens == 12
+    assert decodes.running.shape() == StepShape(2, 9 + 4, skew_tokens=5)
 
 
 @pytest.mark.parametrize("num_prompt", range(3, 9))

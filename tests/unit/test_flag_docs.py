@@ -30,7 +30,8 @@ PAGES = {
 # Of other programs, in examples.
 FOREIGN = {
     "--tokenizer-mode", "--endpoint-type", "--streaming", "--url", "--request-count",
-    "--synthetic-input-tokens-mean", "--output-tokens-mean",
+    "--synthetic-input-tokens-mean", "--synthetic-input-tokens-stddev", "--output-tokens-mean",
+    "--output-tokens-stddev", "--arrival-pattern", "--extra-inputs",
 }  # fmt: skip
 # Not `--mix-…`, which stands for several.
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![-\w])")

@@ -51,9 +51,9 @@ def _free_ports(count: int) -> list[int]:
 def fast_settings(folder: Path) -> dict[str, str]:
     """Environment variables that make requests and streams cheap, and the files they name.
 
-    HAProxy in front instead of Ray's own proxy, no thread hops in replicas, and workers at the
-    priority of other programs; threads that wait briefly. HAProxy's files and ports are this run's own, so that a second
-    service on the machine can have them too.
+    HAProxy in front instead of Ray's own proxy, no thread hops in replicas, workers at the priority
+    of other programs, and OpenMP threads that wait briefly. HAProxy's files and ports are this
+    run's own, so that a second service on the machine can have them too.
     """
     stats, metrics, fallback = _free_ports(3)
     return {

@@ -6,17 +6,23 @@ import gc
 
 import torch
 
-_OF_THE_CPU_ALLOCATOR = "DefaultCPUAllocator"
-_OF_CUDA_LIBRARIES = "_STATUS_ALLOC_FAILED"
+_WORDINGS = (
+    "DefaultCPUAllocator",
+    "_STATUS_ALLOC_FAILED",  # of CUDA's libraries
+    "CUDA error: out of memory",  # of its runtime, as where a graph is made ready to run
+    "[CUDA]: out of memory",  # of Triton
+)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device, or the host where it is the device, has no memory left."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or the host where it is the device, has no memory left; also where
+    another error came over that one, as the end of a recording that failed raises its own.
+    """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    message = str(error)
-    named = _OF_THE_CPU_ALLOCATOR in message or _OF_CUDA_LIBRARIES in message
-    return isinstance(error, RuntimeError) and named
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDINGS):
+        return True
+    return error.__context__ is not None and is_out_of_memory(error.__context__)
 
 
 def release_unused(device: torch.device) -> None:

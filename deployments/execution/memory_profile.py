@@ -7,7 +7,8 @@ before the KV cache takes what is left.
 
 Owns the step and the measuring; how many blocks follow from it is `num_blocks_that_fit`. What it
 cannot see: prompt log-probabilities, whose logits are those of whole prompts, and CUDA graphs,
-which keep memory of their own. Both are what a reserve above the step is for.
+which read the KV cache and so are recorded after it, in what is then left beyond the step. Both are
+what a reserve above the step is for.
 """
 
 from __future__ import annotations

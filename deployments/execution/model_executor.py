@@ -24,6 +24,7 @@ from deployments.execution.attention.backend import AttentionBackend
 from deployments.execution.attention.choice import choose_backend
 from deployments.execution.attention.ragged import RaggedAttention
 from deployments.execution.compiled_linear import find_linear_kernel
+from deployments.execution.current_device import on_device
 from deployments.execution.device_memory import is_out_of_memory, release_unused
 from deployments.execution.grammar import GrammarCompiler
 from deployments.execution.kv_cache import (
@@ -84,7 +85,8 @@ class ModelExecutor:
         self._loaded = loaded
         self._attention = RaggedAttention(loaded.model)
         try:
-            self._prepare(loaded, config)
+            with on_device(self.device):
+                self._prepare(loaded, config)
         except BaseException:
             self.close()
             raise
@@ -123,8 +125,10 @@ class ModelExecutor:
         cache = PagedKVCache(specs, num_blocks, block_size, dtype, device)
         longest = -(-loaded.max_model_len // block_size)
         largest = StaticShape(config.scheduler.max_num_seqs, 0, longest, block_size)
-        runner = self._choose_runner(config, backend, largest)
+        runner = self._choose_runner(config, backend, largest, num_step_bytes)
         self._forward = PackedForward(model, self._attention, backend, specs, cache, runner)
+        with torch.inference_mode():
+            self._forward.prepare()
         self._limits = ModelLimits(
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.vocab_size,
@@ -134,11 +138,17 @@ class ModelExecutor:
         )
 
     def _choose_runner(
-        self, config: ServiceConfig, backend: AttentionBackend[Any], largest: StaticShape
+        self,
+        config: ServiceConfig,
+        backend: AttentionBackend[Any],
+        largest: StaticShape,
+        num_step_bytes: int,
     ) -> Callable[[ModelForward], StepRunner]:
         execution = config.execution
         if self.device.type != "cpu":
-            return choose_graphs(execution.cuda_graphs, backend, self.device, largest)
+            return choose_graphs(
+                execution.cuda_graphs, backend, self.device, largest, num_step_bytes
+            )
         may_tape = execution.tape_steps and execution.compile_kernels
         return choose_tapes(may_tape, cache_root(config.model), backend)
 
@@ -228,7 +238,7 @@ class ModelExecutor:
             OutOfDeviceMemory: the step does not fit.
         """
         try:
-            with torch.inference_mode():
+            with on_device(self.device), torch.inference_mode():
                 return self._compute(output)
         except Exception as error:
             if not is_out_of_memory(error):

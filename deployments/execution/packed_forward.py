@@ -57,6 +57,10 @@ class PackedForward:
         self._cache = cache
         self._runner = make_runner(ModelForward(model, attention, backend, cache))
 
+    def prepare(self) -> None:
+        """Do ahead what the runner can do before the first step; once."""
+        self._runner.prepare()
+
     def run(self, scheduled: Sequence[ScheduledRequest]) -> PackedLogits:
         """Compute a step: write its keys and values, and return the logits that are asked
         for. The host waits for nothing the device does.

@@ -4,6 +4,7 @@ them. No arithmetic here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,6 +32,12 @@ class StaticPlans(Protocol):
 
     def plan_kind(self, plan: Any) -> int:
         """Plans of one kind and size may replay one recording."""
+        ...
+
+    def plan_kinds(self, shape: StaticShape) -> Sequence[int]:
+        """All kinds that plans of as many decodes may be of, as long as that shape allows; its own
+        kind does not matter.
+        """
         ...
 
     def make_static(self, shape: StaticShape) -> Any:

@@ -1,5 +1,5 @@
 """The GPU's own path on a GPU: kernels against the reference, a model against its own attention,
-graphs against none.
+graphs against none, and what is left where one cannot be recorded.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from deployments.config import CacheConfig, ExecutionConfig, ServiceConfig
 from deployments.engine.outputs import ChunkReason, ScheduledRequest
 from deployments.engine.request import Request
 from deployments.execution.attention.reference import ReferenceAttention
+from deployments.execution.device_memory import is_out_of_memory
+from deployments.execution.graph_recorder import CudaGraphRecorder
 from deployments.execution.kv_cache import LayerCache
 from deployments.execution.model_executor import ModelExecutor
 from deployments.execution.model_loader import LoadedModel
@@ -50,7 +52,7 @@ def test_compiled_kernels_are_the_reference(layer: Layer, mix: list[tuple[int, i
     torch.testing.assert_close(got, want, atol=4 * TOLERANCE[layer.dtype], rtol=1e-2)
 
 
-def make_executor(cuda_graphs: str) -> ModelExecutor:
+def make_executor(cuda_graphs: str, device: torch.device = GPU) -> ModelExecutor:
     """Over a small random model; loading it compares packed with eager logits on the GPU."""
     config = AutoConfig.for_model(
         "llama",
@@ -64,7 +66,7 @@ def make_executor(cuda_graphs: str) -> ModelExecutor:
         initializer_range=0.2,
     )
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config).to(GPU).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config).to(device).eval().requires_grad_(False)
     loaded = LoadedModel(model, 256, 131, frozenset(), {})
     execution = ExecutionConfig(device="cuda", attention_backend="triton", cuda_graphs=cuda_graphs)
     service = ServiceConfig(cache=CacheConfig(num_blocks=64, block_size=16), execution=execution)
@@ -110,11 +112,56 @@ def decode_logits(executor: ModelExecutor) -> torch.Tensor:
     return torch.stack(found)
 
 
-def test_graphs_change_nothing() -> None:
-    """Three rows padded to four, replayed nine times: the same logits as kernel by kernel."""
-    plain, graphed = make_executor("off"), make_executor("auto")
+def check_graphs(device: torch.device) -> None:
+    plain, graphed = make_executor("off", device), make_executor("auto", device)
+    runner = graphed._forward._runner
+    assert sorted(runner._recordings) == list(runner._sizes)
+    recorded = {size: dict(kinds) for size, kinds in runner._recordings.items()}
     want, got = decode_logits(plain), decode_logits(graphed)
-    assert graphed._forward._runner._recordings
+    assert runner._recordings == recorded
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     plain.close()
     graphed.close()
+
+
+def test_graphs_change_nothing() -> None:
+    """All sizes are recorded at load. Three rows padded to four, replayed nine times: the same
+    logits as kernel by kernel.
+    """
+    check_graphs(GPU)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU is visible")
+def test_a_model_on_the_second_gpu_is_computed_there() -> None:
+    """Kernels of Triton and streams are of the current device, which is the first."""
+    check_graphs(torch.device("cuda:1"))
+    assert torch.cuda.current_device() == 0
+
+
+def test_what_fails_while_it_is_recorded_leaves_torch_usable() -> None:
+    """Neither a wait for the device nor a tensor too large for it may leave the recorder's stream
+    the current one, or the allocator in its pool; and the second is known as out of memory.
+    """
+    recorder = CudaGraphRecorder(GPU)
+    x = torch.ones(1 << 20, device=GPU)
+    first = recorder.record(lambda: x + 1)
+
+    def wait() -> torch.Tensor:
+        return x * x[0].item()
+
+    def grow() -> torch.Tensor:
+        is_recorded = torch.cuda.is_current_stream_capturing()
+        return torch.empty(1 << (46 if is_recorded else 20), device=GPU)
+
+    before = torch.cuda.current_stream(GPU)
+    with pytest.raises(RuntimeError) as waited:
+        recorder.record(wait)
+    assert not is_out_of_memory(waited.value)
+    with pytest.raises(RuntimeError) as grown:
+        recorder.record(grow)
+    assert is_out_of_memory(grown.value)
+    assert torch.cuda.current_stream(GPU) == before
+    torch.cuda.empty_cache()
+    assert float((x + x).sum()) == 2 << 20
+    x.fill_(2)
+    assert float(first().sum()) == 3 << 20

@@ -1,112 +1,28 @@
-"""Recorded decode steps: padding, fixed memory, which steps are replayed, and what happens where
-nothing can be recorded. A double replays in place of a CUDA graph: it computes again, over the
-same fixed inputs.
+"""Replayed decode steps: padding, fixed memory, which steps are replayed. A double replays in place
+of a CUDA graph: it computes again, over the same fixed inputs. What is recorded: test_recordings.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib.util
-import logging
-import weakref
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import (
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    greedy,
-    make_executor,
-    make_model,
-    make_prompt,
-    run,
-)
-from torch import Tensor
+from graph_doubles import LARGEST, Again, HeldPlans, MakeExecutor, executor_maker
+from tiny_models import greedy, make_executor, make_model, make_prompt, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deployments.execution.attention.backend import AttentionCall
 from deployments.execution.attention.reference import ReferenceAttention
-from deployments.execution.input_batch import NULL_TABLE, BatchRow, InputBatch
-from deployments.execution.kv_cache import LayerCache
-from deployments.execution.model_executor import ModelExecutor
-from deployments.execution.model_forward import ModelForward
-from deployments.execution.static_plans import StaticPlans, StaticShape
+from deployments.execution.static_plans import StaticPlans
 from deployments.execution.step_runner import (
     EagerRunner,
     GraphedRunner,
-    Replay,
-    StepRunner,
     choose_graphs,
     graph_sizes,
 )
 
 CPU = torch.device("cpu")
-LARGEST = StaticShape(9, 0, MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE)
-
-
-@dataclass
-class Held:
-    """A plan in a fixed place."""
-
-    batch: InputBatch
-
-
-class HeldPlans:
-    """The reference backend, with plans that can be replaced where they stand."""
-
-    name = "held"
-
-    def __init__(self) -> None:
-        self._reference = ReferenceAttention()
-
-    def supports(self, spec: object) -> bool:
-        return True
-
-    def plan(self, batch: InputBatch, windows: Collection[int | None]) -> Held:
-        return Held(batch)
-
-    def attend(self, call: AttentionCall, cache: LayerCache, plan: Held) -> Tensor:
-        return self._reference.attend(call, cache, plan.batch)
-
-    def plan_kind(self, plan: Held) -> int:
-        return 0
-
-    def make_static(self, shape: StaticShape) -> Held:
-        rows = tuple(BatchRow(index, 1, 0, NULL_TABLE) for index in range(shape.num_rows))
-        nothing = torch.empty(0, dtype=torch.int64)
-        counts = (len(rows), (), (), shape.block_size)
-        return Held(InputBatch(nothing, nothing, nothing, nothing, rows, *counts))
-
-    def fill_static(self, static: Held, plan: Held) -> None:
-        static.batch = plan.batch
-
-
-class Again:
-    """Records by remembering; counts."""
-
-    def __init__(self) -> None:
-        self.num_recorded = 0
-        self.num_replayed = 0
-
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
-        self.num_recorded += 1
-        out = compute()
-
-        def replay() -> Tensor:
-            self.num_replayed += 1
-            return out.copy_(compute())
-
-        return replay
-
-
-class CannotRecord:
-    """As where a kernel is not allowed in a graph."""
-
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
-        raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def held() -> Any:
@@ -126,22 +42,8 @@ def triton() -> Any:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Any], ModelExecutor]:
-    """Makes an executor over a backend and a recorder; without one it runs plainly."""
-
-    def made(backend: Any, recorder: Any) -> ModelExecutor:
-        where = "deployments.execution.model_executor"
-        monkeypatch.setattr(f"{where}.choose_backend", lambda *given: backend)
-
-        def runner(forward: ModelForward) -> StepRunner:
-            if recorder is None:
-                return EagerRunner(forward)
-            return GraphedRunner(forward, backend, recorder, LARGEST)
-
-        monkeypatch.setattr(f"{where}.choose_tapes", lambda *given: runner)
-        return make_executor(make_model("llama"))
-
-    return made
+def make(monkeypatch: pytest.MonkeyPatch) -> MakeExecutor:
+    return executor_maker(monkeypatch)
 
 
 def test_graph_sizes_reach_the_most_rows() -> None:
@@ -172,7 +74,6 @@ def test_replayed_decodes_are_the_plain_ones(make: Any, backend: Any, count: int
             atol=1e-5,
             rtol=1e-5,
         )
-    assert 0 < recorder.num_recorded <= 5
     assert recorder.num_replayed >= 3
 
 
@@ -194,65 +95,25 @@ def test_steps_with_chunks_run_plainly(make: Any) -> None:
     assert recorder.num_replayed < mixed.engine.step_log.num_steps
 
 
-def test_without_recordings_decodes_run_plainly(
-    make: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A model that cannot be recorded is served all the same, and the log says so once."""
-    request = greedy(make_prompt(9), "mine", max_tokens=6)
-    with caplog.at_level(logging.WARNING):
-        got = run(make(HeldPlans(), CannotRecord()), [request])
-    assert got.tokens("mine") == run(make(HeldPlans(), None), [request]).tokens("mine")
-    assert caplog.text.count("without CUDA graphs") == 1
-
-
-class Forgets:
-    """Replays as a CUDA graph does, which keeps no tensor that it reads."""
-
-    def __init__(self) -> None:
-        self.read: list[weakref.ref[Tensor]] = []
-
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
-        cells = [cell.cell_contents for cell in compute.__closure__ or ()]  # type: ignore[attr-defined]
-        self.read += [weakref.ref(held) for held in cells if isinstance(held, Tensor)]
-        out = compute()
-        return lambda: out
-
-
-def test_a_recording_keeps_what_it_reads(make: Any) -> None:
-    """A graph that outlived the indices of its rows read whatever came to lie there."""
-    recorder = Forgets()
-    executor = make(HeldPlans(), recorder)
-    run(executor, [greedy(make_prompt(9), "mine", max_tokens=4)])
-    gc.collect()
-    assert len(recorder.read) >= 4
-    assert all(held() is not None for held in recorder.read)
-    executor.close()
-
-
-class HasNoMemory:
-    """As where a graph's pool does not fit."""
-
-    def record(self, compute: Callable[[], Tensor]) -> Replay:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_out_of_memory_while_recording_is_told(make: Any) -> None:
-    """It was taken for a model that cannot be recorded, and recordings were off for good."""
-    executor = make(HeldPlans(), HasNoMemory())
-    runner = executor._forward._runner
-    batch = InputBatch.build([], BLOCK_SIZE, CPU, 1)
-    with pytest.raises(torch.OutOfMemoryError):
-        runner.run(batch, HeldPlans().plan(batch, ()))
-    assert runner._sizes
-
-
 def test_graphs_are_for_gpus_whose_backend_has_plans_for_them() -> None:
     """On a CPU, switched off, or with a backend that plans anew, nothing is recorded."""
     assert isinstance(HeldPlans(), StaticPlans)
     cuda = torch.device("cuda")
-    assert choose_graphs("auto", HeldPlans(), CPU, LARGEST) is EagerRunner
-    assert choose_graphs("off", HeldPlans(), cuda, LARGEST) is EagerRunner
-    assert choose_graphs("auto", ReferenceAttention(), cuda, LARGEST) is EagerRunner
+    assert choose_graphs("auto", HeldPlans(), CPU, LARGEST, 0) is EagerRunner
+    assert choose_graphs("off", HeldPlans(), cuda, LARGEST, 0) is EagerRunner
+    assert choose_graphs("auto", ReferenceAttention(), cuda, LARGEST, 0) is EagerRunner
+
+
+def test_a_gpu_whose_backend_has_plans_gets_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switched on, and with what the largest step takes left to it."""
+    where = "deployments.execution.step_runner"
+    monkeypatch.setattr(f"{where}.CudaGraphRecorder", lambda device: Again())
+    monkeypatch.setattr(f"{where}.num_free_bytes", lambda device: 6)
+    forward = make_executor(make_model("llama"))._forward._runner._forward
+    runner = choose_graphs("auto", HeldPlans(), torch.device("cuda"), LARGEST, 7)(forward)
+    assert isinstance(runner, GraphedRunner)
+    with pytest.raises(MemoryError):
+        runner._room.check()
 
 
 class RefusesToWait(TorchDispatchMode):

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from deployments.execution.attention.triton_tiles import (
     chunk_tiles,
     decode_tiles,
 )
+from deployments.execution.input_batch import BatchRow, InputBatch
+from deployments.execution.static_plans import StaticShape
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -83,6 +86,32 @@ def test_heads_of_real_models_are_the_reference(layer: Layer) -> None:
     torch.testing.assert_close(
         got, attend(ReferenceAttention(), scene), atol=TOLERANCE[layer.dtype], rtol=1e-2
     )
+
+
+@needs_triton
+@interpreted
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 64])
+@pytest.mark.parametrize("num_keys", [1, 1023, 1024, 4096])
+def test_the_kinds_of_plans_are_told_ahead(num_rows: int, num_keys: int) -> None:
+    """A kind that graphs are not recorded for runs plainly for good; one that no plan is of is
+    recorded for nothing; and plans of one kind launch what was recorded.
+    """
+    backend = make_backend(Layer(num_heads=16, num_kv_heads=8, block_size=16), 132)
+    shape = StaticShape(num_rows, 0, num_blocks=256, block_size=16)
+    kinds = backend.plan_kinds(shape)
+    assert kinds == ((0, 1) if num_rows <= 16 else (0,))
+    row = BatchRow(0, 1, num_keys - 1, [0] * 256)
+    nothing = torch.empty(0, dtype=torch.int64)
+    batch = InputBatch(
+        *[nothing] * 4, (row,) * num_rows, num_rows, (), (), block_size=shape.block_size
+    )
+    plan = backend.plan(batch, {None})
+    kind = backend.plan_kind(plan)
+    assert kind in kinds
+    static = backend.make_static(replace(shape, kind=kind))
+    assert backend.plan_kind(static) == kind
+    backend.fill_static(static, plan)
+    assert torch.equal(static.decode_tiles, plan.decode_tiles)
 
 
 @needs_triton

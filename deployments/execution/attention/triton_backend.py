@@ -19,7 +19,6 @@ from torch import Tensor
 from deployments.execution.attention.backend import AttentionCall
 from deployments.execution.attention.triton_kernels import attend_kernel, merge_kernel
 from deployments.execution.attention.triton_tiles import (
-    MIN_SPLIT_KEYS,
     Tiles,
     choose_num_splits,
     chunk_tiles,
@@ -77,6 +76,7 @@ class TritonAttention:
         self._element_bytes = dtype.itemsize
         self._num_processors = num_processors or _num_processors(device)
         self._queries_per_tile = sorted({self._queries_of(spec) for spec in specs})
+        self._fewest_kv_heads = min(spec.num_kv_heads for spec in specs)
 
     def _queries_of(self, spec: LayerSpec) -> int:
         group = spec.num_heads // spec.num_kv_heads
@@ -104,8 +104,18 @@ class TritonAttention:
         )
 
     def plan_kind(self, plan: TritonPlan) -> int:
-        """See StaticPlans: whether a recording splits its decodes, as long ones want."""
-        return int(plan.max_decode_keys >= 2 * MIN_SPLIT_KEYS)
+        """See StaticPlans: whether decodes are split, as a few long ones are."""
+        return int(self._splits(len(plan.decode_tiles), plan.max_decode_keys))
+
+    def plan_kinds(self, shape: StaticShape) -> Sequence[int]:
+        """See StaticPlans."""
+        longest = shape.num_blocks * shape.block_size
+        return (0, 1) if self._splits(shape.num_rows, longest) else (0,)
+
+    def _splits(self, num_decodes: int, num_keys: int) -> bool:
+        """Whether some layer splits so many decodes, the longest of which has so many keys."""
+        num_programs = num_decodes * self._fewest_kv_heads
+        return choose_num_splits(num_programs, num_keys, self._num_processors) > 1
 
     def make_static(self, shape: StaticShape) -> TritonPlan:
         """See StaticPlans."""

@@ -64,6 +64,9 @@ class TapeRunner:
         # Of a shape that has none yet, how often it was seen.
         self._tapes: OrderedDict[tuple[int, int, int], Tape | int] = OrderedDict()
 
+    def prepare(self) -> None:
+        """See StepRunner: which shapes will come is not known yet."""
+
     def num_rows_of(self, scheduled: Sequence[ScheduledRequest]) -> int:
         return 0
 

@@ -14,17 +14,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deployments.engine.outputs import ModelOutput, ScheduledRequest
+from deployments.execution.readback import read_back
+from deployments.execution.token_logprobs import NUM_SLICE_ROWS, PendingLogprobs
+from deployments.execution.upload import upload
 from deployments.protocol import TokenLogprobs
 
-MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
 NOT_FINITE = "the model returned logits that are not finite numbers for this request"
-_NUM_SLICE_ROWS = 64
-"""So many rows are widened to fp32 at once: of 150k tokens each, 40 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,6 @@ class PromptSpan:
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start)
-
-
-def token_logprobs(logprobs: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Records of `token_ids`, one for each row of `logprobs` [num_rows, vocab_size], fp32."""
-    logprobs = logprobs.clamp_min(MIN_LOGPROB)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logprobs.device)[:, None])[:, 0]
-    top = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
-    return [
-        TokenLogprobs(token_id, logprob, tuple(zip(ids, values, strict=True)))
-        for token_id, logprob, ids, values in zip(
-            token_ids, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
-        )
-    ]
 
 
 def read_prompt_logprobs(logits: Tensor, spans: Sequence[PromptSpan]) -> ModelOutput:
@@ -83,11 +70,12 @@ def _read_span(logits: Tensor, span: PromptSpan) -> list[TokenLogprobs] | None:
     request = span.row.request
     num_top = request.sampling_params.num_prompt_logprobs or 0
     records: list[TokenLogprobs] = []
-    for offset in range(0, len(span), _NUM_SLICE_ROWS):
-        rows = logits[offset : offset + _NUM_SLICE_ROWS].float()
+    for offset in range(0, len(span), NUM_SLICE_ROWS):
+        rows = logits[offset : offset + NUM_SLICE_ROWS].float()
         if not bool(torch.isfinite(rows.max(dim=-1).values).all()):
             return None
         first = span.start + offset + 1
         token_ids = request.token_ids[first : first + rows.shape[0]]
-        records += token_logprobs(torch.log_softmax(rows, dim=-1), token_ids, num_top)
+        [there] = upload([np.array(token_ids)], rows.device)
+        records += PendingLogprobs(rows, there, num_top, read_back).wait(token_ids)
     return records

@@ -9,11 +9,13 @@ beside any neighbours, after a preemption and after a restart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from deployments.engine.outputs import ModelOutput
@@ -24,12 +26,13 @@ from deployments.execution.grammar import (
     GrammarStuck,
     NoGrammars,
 )
-from deployments.execution.penalties import apply_penalties
-from deployments.execution.prompt_logprobs import MIN_LOGPROB, NOT_FINITE, token_logprobs
+from deployments.execution.penalties import apply_bias, apply_penalties, forbid
+from deployments.execution.prompt_logprobs import NOT_FINITE
 from deployments.execution.readback import Readback, read_back
+from deployments.execution.token_logprobs import MIN_LOGPROB, StepLogprobs
 from deployments.execution.truncated_draw import draw_tokens
 from deployments.execution.upload import upload
-from deployments.protocol import RequestRefused, SamplingParams, TokenLogprobs
+from deployments.protocol import Grammar, RequestRefused, TokenLogprobs
 
 __all__ = ["MIN_LOGPROB", "Sampler"]
 _CACHED_BYTES = 2 * 2**20
@@ -54,6 +57,17 @@ def _has_edits(request: Request) -> bool:
         or params.frequency_penalty != 0.0
         or request.num_output_tokens < params.min_tokens
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What a few rows come to, on the host."""
+
+    token_ids: Sequence[int]
+    is_finite: Sequence[int]
+    """Whether the row's logits were; what else is said of it is of no use if not."""
+    logprobs: Mapping[int, TokenLogprobs]
+    """By row, of those who ask."""
 
 
 class Sampler:
@@ -89,7 +103,9 @@ class Sampler:
         return found
 
     def _sample_some(self, logits: Tensor, requests: Sequence[Request], found: ModelOutput) -> None:
-        """Add what a few rows come to."""
+        """Add what a few rows come to. The host waits for the device once, or twice where draws
+        turn out to need more than their candidates.
+        """
         scores = logits.to(torch.float32, copy=True)
         best, token_ids = scores.max(dim=-1)
         is_finite = torch.isfinite(best)
@@ -99,107 +115,91 @@ class Sampler:
         if edited:
             [index] = upload([np.array(edited)], scores.device)
             best[index], token_ids[index] = scores[index].max(dim=-1)
-        drawn = [
-            row
-            for row, request in enumerate(requests)
-            if row not in errors and not request.sampling_params.is_greedy
-        ]
-        if len(drawn) == len(requests):
-            token_ids = draw_tokens(scores, best, requests)
-        elif drawn:
-            [index] = upload([np.array(drawn)], scores.device)
-            token_ids[index] = draw_tokens(
-                scores[index], best[index], [requests[row] for row in drawn]
-            )
-        chosen, finite = self._read_back(torch.stack((token_ids, is_finite.long()))).wait()
-        errors |= {row: NOT_FINITE for row, is_row in enumerate(finite) if not is_row}
-        sound = [row for row in range(len(requests)) if row not in errors]
-        found.token_ids.update({requests[row].request_id: chosen[row] for row in sound})
-        found.logprobs.update(_logprobs(logits, requests, sound, chosen))
+        doubts = draw_tokens(scores, best, token_ids, requests, self._read_back)
+        chosen = self._read(logits, token_ids, is_finite, requests)
+        if doubts is not None and doubts.settle(token_ids):
+            chosen = self._read(logits, token_ids, is_finite, requests)
+        errors |= {row: NOT_FINITE for row, is_row in enumerate(chosen.is_finite) if not is_row}
         found.errors.update({requests[row].request_id: text for row, text in errors.items()})
+        for row, request in enumerate(requests):
+            if row not in errors:
+                found.token_ids[request.request_id] = chosen.token_ids[row]
+                if row in chosen.logprobs:
+                    found.logprobs[request.request_id] = chosen.logprobs[row]
+
+    def _read(
+        self, logits: Tensor, token_ids: Tensor, is_finite: Tensor, requests: Sequence[Request]
+    ) -> _Chosen:
+        """Wait for what is chosen. Its copy begins last, so that all others of the step are here
+        when it is, and waiting for them takes no time.
+        """
+        logprobs = StepLogprobs(logits, token_ids, requests, self._read_back)
+        chosen, finite = self._read_back(torch.stack((token_ids, is_finite.long()))).wait()
+        return _Chosen(chosen, finite, logprobs.wait(chosen))
 
     def _edit(
         self, scores: Tensor, requests: Sequence[Request], errors: dict[int, str]
     ) -> list[int]:
-        """Apply bias, penalties and masks to the rows of `scores` [num_requests, vocab_size] whose
+        """Apply bias, penalties and masks to the rows of `scores` [num_rows, vocab_size] whose
         requests ask for any, and say which. A request whose grammar cannot go on joins `errors`
         instead.
         """
-        edited: list[int] = []
-        allowed_of: dict[int, Tensor | None] = {}
+        edited: dict[int, Request] = {}
+        allowed: dict[int, NDArray[np.bool_]] = {}
         for row, request in enumerate(requests):
             try:
-                allowed = self._find_allowed(request, scores.device)
+                if request.sampling_params.grammar is not None:
+                    allowed[row] = self._find_allowed(request, request.sampling_params.grammar)
             except (GrammarStuck, RequestRefused) as error:
                 errors[row] = f"the output cannot follow its grammar: {error}"
                 continue
-            if allowed is not None or _has_edits(request):
-                edited.append(row)
-                allowed_of[row] = allowed
-                _apply_bias(scores[row], request.sampling_params)
-        apply_penalties(scores, edited, [requests[row] for row in edited])
-        for row in edited:
-            self._mask_endings(scores[row], requests[row], allowed_of[row])
-            _apply_grammar(scores[row], allowed_of[row])
-        return edited
+            if row in allowed or _has_edits(request):
+                edited[row] = request
+        if edited:
+            apply_bias(scores, edited)
+            apply_penalties(scores, edited)
+            forbid(scores, self._find_endings(scores.shape[1], edited, allowed))
+        if allowed:
+            _apply_grammars(scores, allowed)
+        return list(edited)
 
-    def _find_allowed(self, request: Request, device: torch.device) -> Tensor | None:
-        """[vocab_size] bool, of a request with a grammar. The matcher is the request's own and
-        reads all its output, so that nothing that happens to the request can part the two.
+    def _find_allowed(self, request: Request, grammar: Grammar) -> NDArray[np.bool_]:
+        """[vocab_size], on the host. The matcher is the request's own and reads all its output, so
+        that nothing that happens to the request can part the two.
         """
-        grammar = request.sampling_params.grammar
-        if grammar is None:
-            return None
         if request.grammar_state is None:
             request.grammar_state = self._grammars.compile(grammar).start()
         matcher = cast(GrammarMatcher, request.grammar_state)
-        output = request.token_ids[request.num_prompt_tokens :]
-        return matcher.find_allowed(output).to(device)
+        return matcher.find_allowed(request.token_ids[request.num_prompt_tokens :]).numpy()
 
-    def _mask_endings(self, logits: Tensor, request: Request, allowed: Tensor | None) -> None:
-        """Keep a text from ending too early, unless all that its grammar leaves is to end."""
-        params = request.sampling_params
-        ending: set[int] = set()
-        if request.num_output_tokens < params.min_tokens:
-            ending = {*params.stop_token_ids, *self._eos_token_ids}
-        elif allowed is not None and params.ignore_eos:
-            ending = set(self._eos_token_ids)
-        if not ending:
-            return
-        which = list(ending)
-        num_left = logits.shape[0] if allowed is None else int(allowed.sum())
-        num_ending = len(which) if allowed is None else int(allowed[which].sum())
-        if num_ending < num_left:
-            logits[which] = float("-inf")
-
-
-def _apply_grammar(logits: Tensor, allowed: Tensor | None) -> None:
-    if allowed is None:
-        return
-    logits[~allowed] = float("-inf")
-    if not bool(torch.isfinite(logits.max())):
-        logits[allowed] = 0.0  # the model rules out all that is allowed: any of it is as good
+    def _find_endings(
+        self,
+        vocab_size: int,
+        requests: Mapping[int, Request],
+        allowed: Mapping[int, NDArray[np.bool_]],
+    ) -> dict[int, list[int]]:
+        """By row, what would end a text too early, unless all that its grammar leaves is to end."""
+        endings: dict[int, list[int]] = {}
+        for row, request in requests.items():
+            params = request.sampling_params
+            ending: set[int] = set()
+            if request.num_output_tokens < params.min_tokens:
+                ending = {*params.stop_token_ids, *self._eos_token_ids}
+            elif row in allowed and params.ignore_eos:
+                ending = set(self._eos_token_ids)
+            if not ending:
+                continue
+            left = allowed[row] if row in allowed else np.ones(vocab_size, dtype=bool)
+            if left[list(ending)].sum() < left.sum():
+                endings[row] = list(ending)
+        return endings
 
 
-def _apply_bias(logits: Tensor, params: SamplingParams) -> None:
-    if params.logit_bias:
-        token_ids, biases = zip(*params.logit_bias, strict=True)
-        logits.index_add_(
-            0,
-            torch.tensor(token_ids, device=logits.device),
-            torch.tensor(biases, dtype=logits.dtype, device=logits.device),
-        )
-
-
-def _logprobs(
-    logits: Tensor, requests: Sequence[Request], sound: Sequence[int], chosen: Sequence[int]
-) -> dict[str, TokenLogprobs]:
-    """Under the model's own distribution, of the requests that ask."""
-    found: dict[str, TokenLogprobs] = {}
-    for row in sound:
-        request = requests[row]
-        num_top = request.sampling_params.num_logprobs
-        if num_top is not None:
-            logprobs = torch.log_softmax(logits[row : row + 1].float(), dim=-1)
-            [found[request.request_id]] = token_logprobs(logprobs, [chosen[row]], num_top)
-    return found
+def _apply_grammars(scores: Tensor, allowed: Mapping[int, NDArray[np.bool_]]) -> None:
+    """Leave what is `allowed` [vocab_size] in these rows of `scores` [num_rows, vocab_size]."""
+    [index] = upload([np.array(list(allowed))], scores.device)
+    [is_allowed] = upload([np.stack(list(allowed.values()))], scores.device)
+    masked = scores[index].masked_fill_(~is_allowed, float("-inf"))
+    has_none = ~torch.isfinite(masked.amax(dim=-1, keepdim=True))
+    # Where the model rules out all that is allowed, any of it is as good.
+    scores[index] = masked.masked_fill_(is_allowed & has_none, 0.0)

@@ -6,13 +6,16 @@ Each row goes the cheapest way that its own parameters allow, whatever its neigh
     temperature alone     inverse CDF over the row, by blocks of its weights
     top_k                 its largest logits alone, in order
     top_p, min_p          its largest NUM_CANDIDATES logits and the sum of all weights; the row is
-                          sorted whole only where a token beyond the candidates may be drawn
+                          sorted whole only where a token beyond the candidates may be drawn,
+                          which the host learns with the tokens of the step
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deployments.engine.request import Request
+from deployments.execution.readback import Readback
 from deployments.execution.upload import upload
 from deployments.protocol import SamplingParams
 
@@ -58,117 +62,176 @@ def uniforms(seeds: Sequence[int], indices: Sequence[int]) -> NDArray[np.float32
     return numbers
 
 
-def draw_tokens(logits: Tensor, best: Tensor, requests: Sequence[Request]) -> Tensor:
-    """One token id for each row, [num_rows], int64; none of the rows is greedy.
+def draw_tokens(
+    logits: Tensor,
+    best: Tensor,
+    token_ids: Tensor,
+    requests: Sequence[Request],
+    start_readback: Callable[[Tensor], Readback],
+) -> Doubts | None:
+    """Put a drawn token in the place of the likeliest one, for each request that is not greedy.
+
+    The host waits for nothing. Where candidates may turn out to be too few, the device finds out
+    and the host is told by a copy that begins here; what is returned acts on it.
 
     Args:
         logits: [num_rows, vocab_size], fp32; used up.
         best: [num_rows], the largest logit of each row.
+        token_ids: [num_rows], int64, a token of each row.
         requests: whose rows these are.
+        start_readback: begins to copy a tensor to the host.
     """
-    device = logits.device
-    temperatures = [max(r.sampling_params.temperature, _MIN_TEMPERATURE) for r in requests]
-    numbers = uniforms([r.seed for r in requests], [r.num_output_tokens for r in requests])
-    # A temperature next to 0 must not overflow: what counts is each logit's distance from the best.
-    tempers, draws = upload([np.array(temperatures, dtype=np.float32), numbers], device)
-    rows = _Rows(logits, best[:, None], tempers[:, None], draws)
     by_size: dict[int, list[int]] = defaultdict(list)
     for row, request in enumerate(requests):
-        by_size[_num_candidates(request.sampling_params)].append(row)
-    if len(by_size) == 1:
-        return _draw_alike(rows, next(iter(by_size)), requests)
-    chosen = torch.empty(len(requests), dtype=torch.int64, device=device)
+        if not request.sampling_params.is_greedy:
+            by_size[_num_candidates(request.sampling_params)].append(row)
+    if not by_size:
+        return None
+    doubts = None
+    rows = _Rows.of(logits, best, requests)
     for num_candidates, which in by_size.items():
-        [index] = upload([np.array(which)], device)
-        chosen[index] = _draw_alike(
-            rows.pick(index), num_candidates, [requests[row] for row in which]
-        )
-    return chosen
+        group, index = rows.pick(which)
+        if num_candidates == _WHOLE_ROW:
+            token_ids[index] = _inverse_cdf_by_blocks(group.tempered().exp_(), group.draws)
+        elif all(_has_small_top_k(request.sampling_params) for request in group.requests):
+            token_ids[index] = _draw_from_top(group, num_candidates)
+        else:  # All such rows are of one size, so that there is one such group at most.
+            token_ids[index], doubts = _draw_by_share(group, which, start_readback)
+    return doubts
+
+
+def _has_small_top_k(params: SamplingParams) -> bool:
+    return 0 < params.top_k <= NUM_CANDIDATES
 
 
 def _num_candidates(params: SamplingParams) -> int:
     """How many of its largest logits a row needs, by its own parameters alone: another number might
     round its sums in another way.
     """
-    if 0 < params.top_k <= NUM_CANDIDATES:
+    if _has_small_top_k(params):
         return max(16, 1 << (params.top_k - 1).bit_length())
     is_cut = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
     return NUM_CANDIDATES if is_cut else _WHOLE_ROW
 
 
+@dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of logits and what they are drawn with.
+    """Rows of logits and what they are drawn with."""
 
-    Args:
-        logits: [num_rows, vocab_size], used up.
-        best: [num_rows, 1], the largest logit of each.
-        temperatures: [num_rows, 1], positive.
-        draws: [num_rows], in [0, 1).
-    """
+    requests: Sequence[Request]
+    """Whose rows these are."""
+    logits: Tensor
+    """[num_rows, vocab_size], used up."""
+    best: Tensor
+    """[num_rows, 1], the largest logit of each."""
+    temperatures: Tensor
+    """[num_rows, 1], positive."""
+    draws: Tensor
+    """[num_rows], in [0, 1)."""
 
-    def __init__(self, logits: Tensor, best: Tensor, temperatures: Tensor, draws: Tensor) -> None:
-        self.logits = logits
-        self.best = best
-        self.temperatures = temperatures
-        self.draws = draws
+    @classmethod
+    def of(cls, logits: Tensor, best: Tensor, requests: Sequence[Request]) -> _Rows:
+        """With the temperatures and the random numbers of their requests; `best`: [num_rows]."""
+        temperatures = [max(r.sampling_params.temperature, _MIN_TEMPERATURE) for r in requests]
+        numbers = uniforms([r.seed for r in requests], [r.num_output_tokens for r in requests])
+        tempers, draws = upload([np.array(temperatures, dtype=np.float32), numbers], logits.device)
+        return cls(requests, logits, best[:, None], tempers[:, None], draws)
 
-    def pick(self, index: Tensor) -> _Rows:
-        """Copies of these rows."""
+    def pick(self, which: Sequence[int]) -> tuple[_Rows, Tensor | slice]:
+        """Copies of these rows, or all of them as they are; and what finds them in a step."""
+        if len(which) == len(self.requests):
+            return self, slice(None)
+        [index] = upload([np.array(which)], self.logits.device)
         parts = (self.logits, self.best, self.temperatures, self.draws)
-        return _Rows(*(part[index] for part in parts))
+        requests = [self.requests[row] for row in which]
+        return _Rows(requests, *(part[index] for part in parts)), index
 
     def tempered(self) -> Tensor:
         """[num_rows, vocab_size]: each logit's distance from the best, over the temperature; takes
         the place of the logits.
         """
+        # The distance, so that a temperature next to 0 does not overflow.
         return self.logits.sub_(self.best).div_(self.temperatures)
 
 
-def _draw_alike(rows: _Rows, num_candidates: int, requests: Sequence[Request]) -> Tensor:
-    """[num_rows] token ids of rows that all need so many candidates."""
-    if num_candidates == _WHOLE_ROW:
-        return _inverse_cdf_by_blocks(rows.tempered().exp_(), rows.draws)
-    if any(not 0 < request.sampling_params.top_k <= NUM_CANDIDATES for request in requests):
-        return _draw_by_share(rows, requests)
+class Doubts:
+    """Rows of a step that were drawn among their candidates, where a token beyond these might have
+    been drawn.
+
+    Args:
+        which: the rows of the step.
+        rows: the same, tempered.
+        whole: [num_rows], see `_draw_among`.
+        flags: [num_rows], whether a row is in doubt, on the way to the host.
+    """
+
+    def __init__(self, which: Sequence[int], rows: _Rows, whole: Tensor, flags: Readback) -> None:
+        self._which = which
+        self._rows = rows
+        self._whole = whole
+        self._flags = flags
+
+    def settle(self, token_ids: Tensor) -> bool:
+        """Draw the rows in doubt again, out of all their tokens in order, and say whether there are
+        any: what was read of the step's `token_ids` before is then out of date, and to read them
+        again is a second wait. To call after a wait for what came after the draws, whose flags are
+        then here.
+        """
+        is_doubtful = self._flags.wait()
+        rows = self._rows
+        for at in range(len(is_doubtful)):
+            if is_doubtful[at]:
+                one = slice(at, at + 1)
+                in_order = rows.logits[one].sort(dim=-1, descending=True)
+                token_ids[self._which[at]] = _draw_among(
+                    (in_order.values, in_order.indices),
+                    self._whole[one],
+                    rows.draws[one],
+                    rows.requests[one],
+                )[0]
+        return any(is_doubtful)
+
+
+def _draw_from_top(rows: _Rows, num_candidates: int) -> Tensor:
+    """[num_rows] token ids of rows whose top_k is within so many candidates."""
     vocab_size = rows.logits.shape[1]
     top, token_ids = rows.logits.topk(min(num_candidates, vocab_size), dim=-1)
     values = top.sub_(rows.best).div_(rows.temperatures)
-    return _draw_among((values, token_ids), None, rows.draws, requests)
+    return _draw_among((values, token_ids), None, rows.draws, rows.requests)
 
 
-def _draw_by_share(rows: _Rows, requests: Sequence[Request]) -> Tensor:
-    """[num_rows] token ids of rows whose cut depends on all weights of the row."""
-    scaled, draws = rows.tempered(), rows.draws
+def _draw_by_share(
+    rows: _Rows, which: Sequence[int], start_readback: Callable[[Tensor], Readback]
+) -> tuple[Tensor, Doubts | None]:
+    """[num_rows] token ids of rows whose cut depends on all weights of the row, and what may be
+    wrong with them; `which` are these rows of the step.
+    """
+    scaled = rows.tempered()
     num_candidates = min(NUM_CANDIDATES, scaled.shape[1])
     top, token_ids = scaled.topk(num_candidates, dim=-1)
     whole = _block_sums(scaled.exp()).sum(dim=-1).log()
-    chosen = _draw_among((top, token_ids), whole, draws, requests)
+    chosen = _draw_among((top, token_ids), whole, rows.draws, rows.requests)
     if num_candidates == scaled.shape[1]:
-        return chosen
-    covered = (torch.logsumexp(top, dim=-1) - whole).exp().tolist()
+        return chosen, None
+    covered = (torch.logsumexp(top, dim=-1) - whole).exp()
     # Of the last candidate, relative to the best: whatever follows has less.
-    last_shares = (top[:, -1] - top[:, 0]).exp().tolist()
-    for row, request in enumerate(requests):
-        if _needs_whole_row(request.sampling_params, covered[row], last_shares[row]):
-            one = slice(row, row + 1)
-            in_order = scaled[one].sort(dim=-1, descending=True)
-            chosen[one] = _draw_among(
-                (in_order.values, in_order.indices), whole[one], draws[one], requests[one]
-            )
-    return chosen
+    last_shares = (top[:, -1] - top[:, 0]).exp()
+    bounds = np.array([_bounds_of_doubt(request.sampling_params) for request in rows.requests])
+    least, limit = upload([bounds[:, 0], bounds[:, 1]], scaled.device)
+    flags = (last_shares >= least) & (covered < limit)
+    return chosen, Doubts(which, rows, whole, start_readback(flags))
 
 
-def _needs_whole_row(params: SamplingParams, covered: float, last_share: float) -> bool:
-    """Whether a token outside the candidates may be drawn, which hold the share `covered` of the
-    row.
+def _bounds_of_doubt(params: SamplingParams) -> tuple[float, float]:
+    """A token outside the candidates may be drawn if the last of them has at least the first of
+    these as its share of the best one, and all together hold less than the second of the row.
     """
-    if 0 < params.top_k <= NUM_CANDIDATES:
-        return False
-    may_be_kept = last_share >= params.min_p
+    if _has_small_top_k(params):
+        return 0.0, 0.0
     if params.top_k > 0:
         # top_p of what a large top_k leaves cannot be told from the candidates alone.
-        return may_be_kept or params.top_p < 1.0
-    return may_be_kept and covered < params.top_p
+        return (params.min_p if params.top_p == 1.0 else 0.0), math.inf
+    return params.min_p, params.top_p
 
 
 def _draw_among(

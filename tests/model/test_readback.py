@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from device_double import DoubleDevice
 
 from deployments.engine.request import Request
 from deployments.execution.prompt_logprobs import NOT_FINITE
-from deployments.execution.readback import Readback, read_back
+from deployments.execution.readback import read_back
 from deployments.execution.sampler import Sampler
 from deployments.protocol import SamplingParams
-
-
-class Landing:
-    """A copy that lands when it is waited for."""
-
-    def __init__(self, source: Tensor, here: Tensor) -> None:
-        self._source, self._here = source, here
-        self.num_waits = 0
-
-    def synchronize(self) -> None:
-        self.num_waits += 1
-        self._here.copy_(self._source)
 
 
 def make_request(row: int, **params: float) -> Request:
@@ -35,17 +23,11 @@ def test_a_step_waits_once_for_greedy_and_drawn_rows() -> None:
     """Ids read before the copy has landed would be those of another step; a wait for each kind of
     row would stall the device each time.
     """
-    landings: list[Landing] = []
-
-    def start(tensor: Tensor) -> Readback:
-        here = torch.full_like(tensor, -7)
-        landings.append(Landing(tensor, here))
-        return Readback(here, landings[-1])
-
+    device = DoubleDevice()
     requests = [make_request(row, **params) for row, params in enumerate(PARAMS)]
     logits = torch.randn(4, 700, generator=torch.Generator().manual_seed(3))
-    got = Sampler([0], start_readback=start).sample(logits, requests)
-    assert [landing.num_waits for landing in landings] == [1]
+    got = Sampler([0], start_readback=device.start_readback).sample(logits, requests)
+    assert device.num_waits == 1
     assert got.token_ids == Sampler([0]).sample(logits, requests).token_ids
     assert len(got.token_ids) == 4
 

@@ -49,11 +49,11 @@ def _free_ports(count: int) -> list[int]:
 
 
 def fast_settings(folder: Path) -> dict[str, str]:
-    """Environment variables that make requests and streams cheap, and the files they name.
+    """Ray's environment variables that make requests and streams cheap, and the files they name.
 
-    HAProxy in front instead of Ray's own proxy, no thread hops in replicas, workers at the priority
-    of other programs, and OpenMP threads that wait briefly. HAProxy's files and ports are this
-    run's own, so that a second service on the machine can have them too.
+    HAProxy in front instead of Ray's own proxy, no thread hops in replicas, and workers at the
+    priority of other programs. HAProxy's files and ports are this run's own, so that a second
+    service on the machine can have them too.
     """
     stats, metrics, fallback = _free_ports(3)
     return {
@@ -61,10 +61,6 @@ def fast_settings(folder: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(_haproxy_without_splicing(folder)),
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_worker_niceness": "0",
-        # Longer than between two operations of a step, shorter than between two steps: OpenMP's
-        # threads then leave the core to whoever else has to run, instead of waiting on it for
-        # milliseconds and being put aside in the middle of the next operation.
-        "GOMP_SPINCOUNT": "10000",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),

@@ -189,8 +189,10 @@ class Sampler:
                 ending = set(self._eos_token_ids)
             if not ending:
                 continue
-            left = allowed[row] if row in allowed else np.ones(vocab_size, dtype=bool)
-            if left[list(ending)].sum() < left.sum():
+            left = allowed.get(row)
+            num_left = vocab_size if left is None else left.sum()
+            num_ending = len(ending) if left is None else left[list(ending)].sum()
+            if num_ending < num_left:
                 endings[row] = list(ending)
         return endings
 

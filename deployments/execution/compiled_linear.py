@@ -2,7 +2,7 @@
 
 Owns the packed layout and the call; which layers are packed, and what else could compute them, is
 prepack's business. For any number of rows: one row reads the weights at the speed of memory, many
-are multiplied at the speed of float32 products, and weights stay as narrow as they are stored.
+are multiplied at the speed of the machine's vectors, and weights stay as narrow as they are stored.
 
     weight [num_outputs, num_inputs]      panel p: outputs [16 p, 16 p + 16), zeros beyond the last
     float32   packed [num_panels, num_inputs, 16]
@@ -44,6 +44,8 @@ class LinearKernel:
             torch.float32: Kernel(loaded, "linear_float32"),
             torch.bfloat16: Kernel(loaded, "linear_bfloat16"),
         }
+        self.multiplies_bfloat16 = bool(loaded.linear_multiplies_bfloat16())
+        """Whether bfloat16 is multiplied as it is, rather than widened to float32 first."""
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
         """[..., num_inputs] times the packed weight, plus bias [num_outputs]: [..., num_outputs],

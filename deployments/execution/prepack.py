@@ -1,13 +1,14 @@
 """Linear weights in the layout a CPU's products want, laid out once at load instead of at each
 product.
 
-    weights     CPU                     compiler    a few rows       many rows
-    float32     any                     yes         compiled kernel  compiled kernel
-    bfloat16    does not multiply them  yes         compiled kernel  compiled kernel
-    bfloat16    multiplies them         yes         compiled kernel  oneDNN, reordered
-    float32     any                     no          torch, one row   oneDNN, reordered
-    bfloat16    does not multiply them  no          torch, one row   oneDNN, widened to float32
-    bfloat16    multiplies them         no          oneDNN           oneDNN, reordered
+    weights     CPU                                   compiler    a few rows       many rows
+    float32     any                                   yes         compiled kernel  compiled kernel
+    bfloat16    does not multiply them                yes         compiled kernel  compiled kernel
+    bfloat16    multiplies vectors (AVX512_BF16)      yes         compiled kernel  compiled kernel
+    bfloat16    multiplies matrices (AMX, Arm)        yes         compiled kernel  oneDNN, reordered
+    float32     any                                   no          torch, one row   oneDNN, reordered
+    bfloat16    does not multiply them                no          torch, one row   oneDNN, widened
+    bfloat16    multiplies them                       no          oneDNN           oneDNN, reordered
 
 Few rows are bound by reading the weights, many by multiplying. The compiled kernel needs no second
 copy of the weights; where oneDNN is faster for many rows, both forms are kept.
@@ -25,7 +26,7 @@ from deployments.execution.compiled_linear import CompiledLinear, LinearKernel
 logger = logging.getLogger(__name__)
 
 MAX_FEW_ROWS = 8
-"""Up to so many rows go to the compiled kernel where oneDNN multiplies bfloat16."""
+"""Up to so many rows go to the compiled kernel where oneDNN multiplies bfloat16 by matrices."""
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -34,6 +35,12 @@ def multiplies_bfloat16() -> bool:
     float32.
     """
     return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _multiplies_matrices(kernel: LinearKernel) -> bool:
+    """Whether oneDNN has instructions for bfloat16 that the kernel does not use."""
+    has_tiles = bool(torch.cpu._is_amx_tile_supported())
+    return multiplies_bfloat16() and (has_tiles or not kernel.multiplies_bfloat16)
 
 
 def _has_onednn() -> bool:
@@ -109,7 +116,7 @@ def prepack_linears(model: nn.Module, num_free_bytes: int, kernel: LinearKernel 
     if not found or (kernel is None and not _has_onednn()):
         return 0
     shared = _shared_weights(model, found)
-    num_bytes = _num_extra_bytes(found, shared, kernel is not None)
+    num_bytes = _num_extra_bytes(found, shared, kernel)
     if num_bytes > num_free_bytes // 2:
         logger.warning("weights are not prepacked: their copies would take %d bytes", num_bytes)
         return 0
@@ -122,7 +129,7 @@ def prepack_linears(model: nn.Module, num_free_bytes: int, kernel: LinearKernel 
         few_rows: CompiledLinear | None = None
         if kernel is not None:
             few_rows = CompiledLinear(layer, kernel, keeps_layer=id(layer.weight) in shared)
-        reordered = _reordered_dtype(layer.weight.dtype, kernel is not None)
+        reordered = _reordered_dtype(layer.weight.dtype, kernel)
         if reordered is not None:
             model.set_submodule(name, PrepackedLinear(layer, reordered, few_rows))
         elif few_rows is not None:
@@ -130,13 +137,13 @@ def prepack_linears(model: nn.Module, num_free_bytes: int, kernel: LinearKernel 
     return len(names)
 
 
-def _reordered_dtype(dtype: torch.dtype, has_kernel: bool) -> torch.dtype | None:
+def _reordered_dtype(dtype: torch.dtype, kernel: LinearKernel | None) -> torch.dtype | None:
     """Of oneDNN's copy of a weight of `dtype`; None: the compiled kernel serves all rows. Each
     layer's own, since a model may hold a router in float32 on purpose.
     """
-    if dtype is torch.bfloat16 and multiplies_bfloat16():
-        return torch.bfloat16
-    return None if has_kernel else torch.float32
+    if kernel is None:
+        return dtype if dtype is torch.bfloat16 and multiplies_bfloat16() else torch.float32
+    return dtype if dtype is torch.bfloat16 and _multiplies_matrices(kernel) else None
 
 
 def _is_packable(module: nn.Module) -> bool:
@@ -152,18 +159,20 @@ def _shared_weights(model: nn.Module, layers: dict[str, nn.Linear]) -> set[int]:
     return {id(own) for module in others for own in module.parameters(recurse=False)}
 
 
-def _num_extra_bytes(layers: dict[str, nn.Linear], shared: set[int], has_kernel: bool) -> int:
+def _num_extra_bytes(
+    layers: dict[str, nn.Linear], shared: set[int], kernel: LinearKernel | None
+) -> int:
     """What packed and reordered weights take beyond the memory of those that are let go."""
     num_bytes = 0
     weights = [layer.weight for layer in layers.values()]
     for weight in weights:
-        reordered = _reordered_dtype(weight.dtype, has_kernel)
+        reordered = _reordered_dtype(weight.dtype, kernel)
         if reordered is not None:
             num_bytes += weight.numel() * reordered.itemsize
-        if has_kernel and id(weight) in shared:
+        if kernel is not None and id(weight) in shared:
             num_bytes += weight.nbytes
     # One is packed before it is let go.
-    return num_bytes + (max(weight.nbytes for weight in weights) if has_kernel else 0)
+    return num_bytes + (max(weight.nbytes for weight in weights) if kernel is not None else 0)
 
 
 def restore_linears(model: nn.Module) -> None:

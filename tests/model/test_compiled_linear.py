@@ -57,7 +57,7 @@ def test_any_rows_are_the_linear_layer(
         (inputs, outputs, rows)
         for inputs in (1, 15, 16, 33, 100)
         for outputs in (1, 15, 16, 17, 100)
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 16)
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 13, 14, 15, 16, 28, 29)
     ]
     shapes += [(33, 40, 97), (513, 40, 13), (1100, 33, 200)]
     for num_inputs, num_outputs, num_rows in shapes:
@@ -84,7 +84,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     x = torch.randn(200, 576).to(dtype)
     packed = pack(torch.randn(70, 576).to(dtype))
     whole = kernel.linear(x, packed, None, 70)
-    for num_rows in (1, 2, 3, 5, 7, 16, 100):
+    for num_rows in (1, 2, 3, 5, 6, 7, 14, 15, 16, 28, 29, 100):
         assert torch.equal(kernel.linear(x[:num_rows], packed, None, 70), whole[:num_rows])
 
 

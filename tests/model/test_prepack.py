@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from tiny_models import Oracle, assert_same, greedy, make_executor, make_model, make_prompt, run
 from torch import nn
 
-from deployments.execution.compiled_linear import CompiledLinear
+from deployments.execution.compiled_linear import CompiledLinear, LinearKernel
 from deployments.execution.prepack import (
     PrepackedLinear,
     multiplies_bfloat16,
@@ -74,6 +77,25 @@ def test_copies_that_memory_does_not_hold_are_not_made() -> None:
     assert prepack_linears(model, 2 * num_bytes - 1, None) == 0
     assert prepack_linears(model, 2 * num_bytes, None) == len(layers)
     assert prepack_linears(model, 2 * num_bytes, None) == 0
+
+
+@pytest.mark.skipif(not multiplies_bfloat16(), reason="this CPU has no bfloat16")
+@pytest.mark.parametrize(
+    ("kernel_multiplies", "has_tiles", "expected"),
+    [(True, False, CompiledLinear), (True, True, PrepackedLinear), (False, False, PrepackedLinear)],
+)
+def test_a_second_copy_is_made_only_where_onednn_is_faster(
+    monkeypatch: pytest.MonkeyPatch, kernel_multiplies: bool, has_tiles: bool, expected: type
+) -> None:
+    """A CPU that multiplies bfloat16 in vectors has every layer once, by the compiled kernel; one
+    with tiles, or whose instructions the kernel does not use, has oneDNN's copy too. It had both
+    forms on every such CPU: twice the memory, and slower from 16 rows on.
+    """
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    kernel = SimpleNamespace(multiplies_bfloat16=kernel_multiplies)
+    model = make_model("llama").to(torch.bfloat16)
+    assert prepack_linears(model, 1 << 30, cast(LinearKernel, kernel)) > 0
+    assert type(model.lm_head) is expected
 
 
 @pytest.mark.parametrize("compile_kernels", [True, False])

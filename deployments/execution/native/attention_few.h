@@ -8,6 +8,7 @@
 #pragma once
 
 #include "online_softmax.h"
+#include "tile_packing.h"
 
 namespace {
 
@@ -24,20 +25,24 @@ class FewLines {
 public:
     // Floats of scratch memory.
     static int64_t num_floats(const Layer<Number>& layer, int64_t num_lines) {
-        return num_lines * layer.key_dim;
+        return num_lines * num_key_vectors(layer) * LANES;
     }
 
     // `partials` takes one record of num_partial_floats a line.
     FewLines(const Lines<Number>& lines, float* scratch, float* partials)
-        : lines_(lines), layer_(lines.layer), query_(scratch), partials_(partials) {}
+        : lines_(lines),
+          layer_(lines.layer),
+          num_key_vectors_(num_key_vectors(lines.layer)),
+          query_(scratch),
+          partials_(partials) {}
 
     // Call once, before the first `attend` of a piece.
     void begin() {
-        const float factor = layer_.query_factor();
         for (int64_t line = 0; line < lines_.count(); ++line) {
             const Number* from = lines_.query(line);
-            for (int64_t d = 0; d < layer_.key_dim; ++d)
-                query_[line * layer_.key_dim + d] = widen(from[d]) * factor;
+            float* to = query_ + line * num_key_vectors_ * LANES;
+            for (int64_t d = 0; d < num_key_vectors_ * LANES * DEPTH; d += DEPTH)
+                *to++ = d < layer_.key_dim ? Pack::word(from + d, layer_.key_dim - d) : 0.0f;
             float* record = partial(line);
             std::fill_n(record, num_partial_floats(layer_.value_dim), 0.0f);
             record[0] = NO_SCORE;
@@ -67,6 +72,14 @@ public:
     }
 
 private:
+    using Pack = Packing<Number>;
+    static constexpr int DEPTH = Pack::DEPTH;
+
+    // Vectors of a key's words, of which the last one may be filled up with zeros.
+    static int64_t num_key_vectors(const Layer<Number>& layer) {
+        return (layer.key_dim + LANES * DEPTH - 1) / (LANES * DEPTH);
+    }
+
     float* partial(int64_t line) const {
         return partials_ + line * num_partial_floats(layer_.value_dim);
     }
@@ -87,7 +100,7 @@ private:
         if (seen_first >= seen_last) return;
         slots += seen_first - first;
         const int64_t num_keys = seen_last - seen_first;
-        const int64_t num_columns = (num_keys + LANES - 1) / LANES * LANES;
+        const int64_t num_columns = (num_keys + LANES * DEPTH - 1) / (LANES * DEPTH) * LANES * DEPTH;
 
         alignas(64) Scores scores[LINES];
         score<LINES>(line, slots, num_keys, ahead, scores);
@@ -108,6 +121,7 @@ private:
             float* record = partial(line + i);
             record[0] = running.maxima[i];
             record[1] = record[1] * corrections[i] + sum_of(running.sums[i]);
+            Pack::pack_weights(scores[i], 0, num_columns);
         }
         add_values<LINES>(line, slots, num_keys, ahead, scores, corrections);
     }
@@ -116,7 +130,7 @@ private:
     void score(int64_t line, const int64_t* slots, int64_t num_keys, int64_t ahead,
                Scores* scores) const {
         constexpr int KEYS = LINES == 1 ? 8 : 4;
-        const float* query = query_ + line * layer_.key_dim;
+        const float* query = query_ + line * num_key_vectors_ * LANES;
         for (int64_t key = 0; key < num_keys; key += KEYS) {
             const Number* keys[KEYS];
             // Places beyond the last key repeat it, and are hidden later.
@@ -131,33 +145,46 @@ private:
 
     template <int LINES, int KEYS>
     void score_keys(const float* query, const Number* const* keys, float* scores) const {
-        const int64_t dim = layer_.key_dim;
         Floats sums[LINES][KEYS] = {};
-        int64_t d = 0;
-        for (; d + LANES <= dim; d += LANES) {
-            Floats some[LINES];
-#pragma GCC unroll 4
-            for (int i = 0; i < LINES; ++i) some[i] = load(query + i * dim + d);
+        const int64_t num_whole = layer_.key_dim / (LANES * DEPTH);
+        for (int64_t v = 0; v < num_whole; ++v) {
+            Floats columns[KEYS];
 #pragma GCC unroll 8
-            for (int j = 0; j < KEYS; ++j) {
-                const Floats column = load(keys[j] + d);
-#pragma GCC unroll 4
-                for (int i = 0; i < LINES; ++i) sums[i][j] += some[i] * column;
-            }
+            for (int j = 0; j < KEYS; ++j) columns[j] = Pack::words(keys[j] + v * LANES * DEPTH);
+            add_products<LINES, KEYS>(query + v * LANES, columns, sums);
         }
+        if (num_whole < num_key_vectors_) {
+            Floats columns[KEYS];
+            for (int j = 0; j < KEYS; ++j) {
+                Number rest[LANES * DEPTH] = {};
+                const int64_t first = num_whole * LANES * DEPTH;
+                std::copy(keys[j] + first, keys[j] + layer_.key_dim, rest);
+                columns[j] = Pack::words(rest);
+            }
+            add_products<LINES, KEYS>(query + num_whole * LANES, columns, sums);
+        }
+        const float factor = layer_.query_factor();
 #pragma GCC unroll 4
         for (int i = 0; i < LINES; ++i) {
 #pragma GCC unroll 2
             for (int j = 0; j < KEYS; j += 4) {
-                Quad quad = sums_of(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
-                for (int64_t rest = d; rest < dim; ++rest) {
-                    const Quad column = {widen(keys[j][rest]), widen(keys[j + 1][rest]),
-                                         widen(keys[j + 2][rest]), widen(keys[j + 3][rest])};
-                    quad += query[i * dim + rest] * column;
-                }
-                store_quad(quad, scores + i * TILE + j);
+                const Quad quad =
+                    sums_of(sums[i][j], sums[i][j + 1], sums[i][j + 2], sums[i][j + 3]);
+                store_quad(quad * factor, scores + i * TILE + j);
             }
         }
+    }
+
+    template <int LINES, int KEYS>
+    INLINE void add_products(const float* query, const Floats (&columns)[KEYS],
+                             Floats (&sums)[LINES][KEYS]) const {
+        Floats some[LINES];
+#pragma GCC unroll 4
+        for (int i = 0; i < LINES; ++i) some[i] = load(query + i * num_key_vectors_ * LANES);
+#pragma GCC unroll 8
+        for (int j = 0; j < KEYS; ++j)
+#pragma GCC unroll 4
+            for (int i = 0; i < LINES; ++i) sums[i][j] = Pack::add(sums[i][j], some[i], columns[j]);
     }
 
     template <int LINES>
@@ -170,14 +197,35 @@ private:
             add_columns<LINES, WIDE>(sums, d, slots, num_keys, ahead, weights, corrections);
         for (; d + LANES <= layer_.value_dim; d += LANES)
             add_columns<LINES, 1>(sums, d, slots, num_keys, ahead, weights, corrections);
+        if (d < layer_.value_dim)
+            add_last_columns<LINES>(sums, d, slots, num_keys, weights, corrections);
+    }
+
+    // Values at `slots`; behind the last one, which has no weight, it is repeated.
+    INLINE void find_values(const int64_t* slots, int64_t j, int64_t num_keys,
+                            const Number* (&values)[DEPTH]) const {
+        for (int n = 0; n < DEPTH; ++n) values[n] = lines_.value(slots[std::min(j + n, num_keys - 1)]);
+    }
+
+    // Of places that fill no vector.
+    template <int LINES>
+    void add_last_columns(float* sums, int64_t first, const int64_t* slots, int64_t num_keys,
+                          const Scores* weights, const float* corrections) const {
         const int64_t stride = num_partial_floats(layer_.value_dim);
-        for (; d < layer_.value_dim; ++d) {
-            for (int i = 0; i < LINES; ++i) {
-                float sum = sums[i * stride + d] * corrections[i];
-                for (int64_t j = 0; j < num_keys; ++j)
-                    sum += weights[i][j] * widen(lines_.value(slots[j])[d]);
-                sums[i * stride + d] = sum;
+        const int64_t num_left = layer_.value_dim - first;
+        for (int i = 0; i < LINES; ++i) {
+            float some[LANES] = {};
+            std::copy_n(sums + i * stride + first, num_left, some);
+            Floats sum = load(some) * corrections[i];
+            for (int64_t j = 0; j < num_keys; j += DEPTH) {
+                const Number* values[DEPTH];
+                find_values(slots, j, num_keys, values);
+                float words[LANES] = {};
+                for (int64_t d = 0; d < num_left; ++d) words[d] = Pack::column(values, first + d);
+                sum = Pack::add(sum, Pack::broadcast(weights[i] + j / DEPTH), load(words));
             }
+            store(sum, some);
+            std::copy_n(some, num_left, sums + i * stride + first);
         }
     }
 
@@ -189,17 +237,22 @@ private:
         for (int i = 0; i < LINES; ++i)
             for (int v = 0; v < WIDE; ++v)
                 product[i][v] = load(sums + i * stride + d + v * LANES) * corrections[i];
-        for (int64_t j = 0; j < num_keys; ++j) {
-            const Number* value = lines_.value(slots[j]) + d;
-            if (ahead != 0) fetch(lines_.value(slots[j + ahead]) + d, WIDE * LANES);
+        for (int64_t j = 0; j < num_keys; j += DEPTH) {
+            const Number* values[DEPTH];
+            find_values(slots, j, num_keys, values);
+            if (ahead != 0)
+                for (int n = 0; n < DEPTH; ++n)
+                    fetch(lines_.value(slots[std::min(j + n, num_keys - 1) + ahead]) + d,
+                          WIDE * LANES);
             Floats weight[LINES];
 #pragma GCC unroll 4
-            for (int i = 0; i < LINES; ++i) weight[i] = splat(weights[i][j]);
+            for (int i = 0; i < LINES; ++i) weight[i] = Pack::broadcast(weights[i] + j / DEPTH);
 #pragma GCC unroll 8
             for (int v = 0; v < WIDE; ++v) {
-                const Floats column = load(value + v * LANES);
+                const Floats column = Pack::columns(values, d + v * LANES);
 #pragma GCC unroll 4
-                for (int i = 0; i < LINES; ++i) product[i][v] += weight[i] * column;
+                for (int i = 0; i < LINES; ++i)
+                    product[i][v] = Pack::add(product[i][v], weight[i], column);
             }
         }
         for (int i = 0; i < LINES; ++i)
@@ -209,6 +262,7 @@ private:
 
     const Lines<Number>& lines_;
     const Layer<Number>& layer_;
+    const int64_t num_key_vectors_;
     float* query_;
     float* partials_;
 };

@@ -142,7 +142,8 @@ private:
         }
     }
 
-    // Positions [first, last) of the tile that begins at `tile`; the rest of it becomes zeros.
+    // Positions [first, last) of the tile that begins at `tile`. The rest of it are zeros as keys and
+    // their neighbours as values: nobody gives them weight.
     void pack_tile(int64_t tile, int64_t first, int64_t last) {
         int64_t slots[TILE];
         lines_.row.find_slots(first, last, slots + (first - tile));
@@ -151,7 +152,7 @@ private:
         for (int64_t i = 0; i < TILE; i += DEPTH) {
             const Number* values[DEPTH];
             for (int j = 0; j < DEPTH; ++j)
-                values[j] = i + j >= begin && i + j < end ? lines_.value(slots[i + j]) : nullptr;
+                values[j] = lines_.value(slots[std::clamp(i + j, begin, end - 1)]);
             pack_values(values, values_ + i / DEPTH * PANEL);
         }
     }

@@ -166,14 +166,15 @@ private:
     // Of one thread.
     int64_t num_scratch_floats() const {
         return std::max(LineBlock<Number>::num_floats(layer_, num_strips_),
-                        layer_.num_kv_heads * MIN_TILED_LINES * layer_.key_dim);
+                        layer_.num_kv_heads *
+                            FewLines<Number>::num_floats(layer_, MIN_TILED_LINES));
     }
 
     // `next` is likely what this thread takes after it: its first tile is fetched meanwhile.
     void attend_piece(const Job& job, const Job& next, float* scratch) const {
         const Row row(step_, job.row);
         const int64_t per_head = num_head_floats(row);
-        const int64_t query_floats = num_lines(row) * layer_.key_dim;
+        const int64_t query_floats = FewLines<Number>::num_floats(layer_, num_lines(row));
         int64_t slots[PIECE + TILE];
         const int64_t count = job.last - job.first, ahead = std::min<int64_t>(TILE, count);
         row.find_slots(job.first, job.last, slots);

@@ -9,6 +9,7 @@
 //     weights: neighbouring keys' weights, rounded to bfloat16, as FlashAttention does
 //
 // Products are exact and sums float32 either way. Pairs are twice the products per instruction.
+// A weight or a place that is missing from a word is a zero.
 
 #pragma once
 
@@ -31,13 +32,16 @@ struct Packing {
     // One word of the `left` numbers that are left, of which it takes up to DEPTH.
     static INLINE float word(const Number* from, int64_t) { return widen(*from); }
 
-    // Words of LANES places of DEPTH values; a null one is all zeros.
+    // LANES words of what lies in memory side by side.
+    static INLINE Floats words(const Number* from) { return load(from); }
+
+    // Words of LANES places of DEPTH values, and of one place.
     static INLINE Floats columns(const Number* const* values, int64_t place) {
-        return values[0] == nullptr ? Floats{} : load(values[0] + place);
+        return load(values[0] + place);
     }
 
     static INLINE float column(const Number* const* values, int64_t place) {
-        return values[0] == nullptr ? 0.0f : widen(values[0][place]);
+        return widen(values[0][place]);
     }
 
     // The weights of columns [first, last) become words, from place first / DEPTH on.
@@ -77,14 +81,16 @@ struct Packing<BFloat16> {
         return joined(from[0], left > 1 ? from[1] : BFloat16{0});
     }
 
+    static INLINE Floats words(const BFloat16* from) {
+        return (Floats)_mm512_loadu_si512(from);
+    }
+
     static INLINE Floats columns(const BFloat16* const* values, int64_t place) {
-        return reinterpret_cast<Floats>(halves(values[0], place) | halves(values[1], place) << 16);
+        return reinterpret_cast<Floats>(halves(values[0] + place) | halves(values[1] + place) << 16);
     }
 
     static INLINE float column(const BFloat16* const* values, int64_t place) {
-        const BFloat16 none{0};
-        return joined(values[0] == nullptr ? none : values[0][place],
-                      values[1] == nullptr ? none : values[1][place]);
+        return joined(values[0][place], values[1][place]);
     }
 
     static INLINE void pack_weights(float* weights, int64_t first, int64_t last) {
@@ -96,9 +102,8 @@ struct Packing<BFloat16> {
     }
 
 private:
-    static INLINE Words halves(const BFloat16* value, int64_t place) {
-        if (value == nullptr) return Words{};
-        return widened(*reinterpret_cast<const StoredHalves*>(value + place));
+    static INLINE Words halves(const BFloat16* from) {
+        return widened(*reinterpret_cast<const StoredHalves*>(from));
     }
 };
 

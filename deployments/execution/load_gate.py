@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from deployments.engine.outputs import ChunkReason, ScheduledRequest
 from deployments.engine.request import Request
@@ -56,16 +56,10 @@ def refuse_unsupported(config: PretrainedConfig, max_model_len: int | None = Non
         UnsupportedModel: its layers need more than keys and values, or attend in a way that only
             a mask tells, or its rotary angles would depend on the other requests of a step.
     """
-    mapping: Any = AutoModelForCausalLM._model_mapping
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in mapping:
         raise _refuse(config, "transformers knows no causal language model of this type")
-    model_class = mapping[type(config)]
-    if model_class._is_stateful:
-        raise _refuse(
-            config, "it has recurrent or linear-attention layers, whose state has no pages"
-        )
-    if not (model_class._supports_attention_backend or model_class._can_set_attn_implementation()):
-        raise _refuse(config, "it does not attend through transformers' attention interface")
+    _refuse_by_class(config, mapping[type(config)])
     text = config.get_text_config()
     other = set(getattr(text, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
     if other:
@@ -81,6 +75,22 @@ def refuse_unsupported(config: PretrainedConfig, max_model_len: int | None = Non
             f"step once one is longer than {longest} tokens; set model.max_model_len to at most "
             f"{longest}"
         )
+
+
+def _refuse_by_class(config: PretrainedConfig, model_class: type[Any]) -> None:
+    """Refuse what transformers' own notes on a model class rule out.
+
+    The notes are private and come and go with releases, so one that is missing says nothing: layer
+    types tell of recurrent layers too, and `probe_layers` sees who calls our attention.
+    """
+    if getattr(model_class, "_is_stateful", False):
+        raise _refuse(
+            config, "it has recurrent or linear-attention layers, whose state has no pages"
+        )
+    takes_a_backend = getattr(model_class, "_supports_attention_backend", True)
+    can_set = getattr(model_class, "_can_set_attn_implementation", lambda: True)
+    if not (takes_a_backend or can_set()):
+        raise _refuse(config, "it does not attend through transformers' attention interface")
 
 
 def _longest_with_fixed_angles(text: PretrainedConfig) -> int | None:

@@ -34,17 +34,21 @@ def multiplies_bfloat16() -> bool:
     """Whether this CPU's matrix kernels take bfloat16; without them it is several times slower than
     float32.
     """
-    return _has_onednn() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return _has_onednn() and supported is not None and bool(supported())
 
 
 def _multiplies_matrices(kernel: LinearKernel) -> bool:
     """Whether oneDNN has instructions for bfloat16 that the kernel does not use."""
-    has_tiles = bool(torch.cpu._is_amx_tile_supported())
-    return multiplies_bfloat16() and (has_tiles or not kernel.multiplies_bfloat16)
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return multiplies_bfloat16() and (has_tiles() or not kernel.multiplies_bfloat16)
 
 
 def _has_onednn() -> bool:
-    return bool(torch.backends.mkldnn.is_available())
+    """Whether it is there, and torch still has the private operations by which it is asked."""
+    wanted = ("_reorder_linear_weight", "_linear_pointwise")
+    has_operations = all(hasattr(torch.ops.mkldnn, name) for name in wanted)
+    return has_operations and bool(torch.backends.mkldnn.is_available())
 
 
 class PrepackedLinear(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tiny_models import (
     FAMILIES,
+    VOCAB_SIZE,
     WINDOW,
     Oracle,
     assert_same,
@@ -23,7 +25,7 @@ from tiny_models import (
     run,
 )
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from deployments.config import CacheConfig, ExecutionConfig, ServiceConfig
 from deployments.execution.attention.backend import AttentionCall
@@ -50,7 +52,6 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
         "n_head": 4,
     },
     "falcon": {"model_type": "falcon", "alibi": True, **_SMALL},
-    "falcon without alibi": {"model_type": "falcon", "alibi": False, **_SMALL},
     "mpt": {"model_type": "mpt", "vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4},
     "llama4": {"model_type": "llama4_text", "num_key_value_heads": 2, **_SMALL},
     "qwen3_next": {"model_type": "qwen3_next", **_SMALL},
@@ -74,6 +75,58 @@ def test_models_that_need_more_than_pages_are_refused_by_name(fields: dict[str, 
 def test_supported_families_pass_by_their_config(family: str) -> None:
     """The gate refuses no family that the oracle test serves."""
     refuse_unsupported(make_model(family).config)
+
+
+_PRIVATE_NOTES = ("_is_stateful", "_supports_attention_backend", "_can_set_attn_implementation")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_release_of_transformers_must_keep_its_private_notes(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.25 dropped `PreTrainedModel._is_stateful`, and every model failed to load with
+    an AttributeError; a note that is missing says nothing now.
+    """
+    for name in _PRIVATE_NOTES:
+        monkeypatch.delattr(PreTrainedModel, name, raising=False)
+    refuse_unsupported(make_model(family).config)
+
+
+def test_a_recurrent_model_that_no_note_tells_of_is_refused_by_its_calls() -> None:
+    """xLSTM has neither layer types nor, since transformers 5.25, a note that it is recurrent; it
+    never calls our attention.
+    """
+    fields = {"vocab_size": 64, "hidden_size": 32, "embedding_dim": 32, "num_heads": 4}
+    config = AutoConfig.for_model("xlstm", num_hidden_layers=2, num_blocks=2, **fields)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(UnsupportedModel, match=r"'xlstm'.* choose a decoder-only model"):
+        probe_layers(model, RaggedAttention(model))
+
+
+def test_falcon_without_alibi_is_refused_or_exact() -> None:
+    """Until transformers 5.25 it attended by itself and is refused; since then it attends through
+    the interface and is served, where all heads share one key and value and where none does.
+    """
+    fields = {**_SMALL, "vocab_size": VOCAB_SIZE, "alibi": False}
+    for multi_query in (True, False):
+        config = AutoConfig.for_model("falcon", multi_query=multi_query, **fields)
+        why = _refusal_of(config)
+        if why is not None:
+            assert "attention interface" in why
+            continue
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+        own = copy.deepcopy(model)
+        request = greedy(make_prompt(40), "40 tokens")
+        assert_same(run(make_executor(model), [request], chunk_size=7), request, Oracle(own))
+
+
+def _refusal_of(config: PretrainedConfig) -> str | None:
+    try:
+        refuse_unsupported(config)
+    except UnsupportedModel as refusal:
+        return str(refusal)
+    return None
 
 
 def test_rotary_angles_that_follow_the_longest_of_a_batch_are_refused() -> None:
